@@ -1,0 +1,1 @@
+"""Who runs when: requests, blocks, steps, and the processes that execute them."""

@@ -1,0 +1,108 @@
+"""Configuration: frozen values, one per owner. Nothing mutates a config; derived values are returned by who derives them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import ConfigError
+
+CACHE_FORMATS = ("auto", "fp8", "bf16", "fp32")
+DTYPES = ("auto", "float32", "bfloat16")
+MAX_SPECULATIVE_TOKENS = 3
+
+
+def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}: must be a whole number of at least {low}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Attention is data-parallel over dp and head-parallel over tp; experts lie over all dp * tp ranks."""
+
+    dp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        _at_least("dp", self.dp, 1)
+        _at_least("tp", self.tp, 1)
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_num_batched_tokens: query tokens of one step; max_num_seqs: sequences that hold rows at once;
+    prefill_chunk: most prompt tokens one sequence may spend in a step (0: the whole budget);
+    max_queued_requests: waiting requests beyond which new ones are refused (0: no limit); policy: fcfs or priority;
+    max_skips: how often a waiting request may be overtaken by later ones that fit, before it blocks them."""
+
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    prefill_chunk: int = 0
+    max_queued_requests: int = 4096
+    policy: str = "fcfs"
+    max_skips: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("prefill_chunk", self.prefill_chunk, 0)
+        _at_least("max_queued_requests", self.max_queued_requests, 0)
+        _at_least("max_skips", self.max_skips, 0)
+        _choice("policy", self.policy, ("fcfs", "priority"))
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything one engine needs to know; the CLI and `LLM` both build it.
+
+    model: local folder or hub id; served_model_name: name the API shows (default: model)
+    dtype: of weights that are not FP8 and of activations; auto is bfloat16 on CUDA and float32 on a CPU
+    cache_format: auto is fp8 where the model's latent is 512 + 64, on Hopper and for the demo model, else bf16
+    device: auto, cpu, cuda; kernels: auto or reference (plain torch operations on a CUDA device)
+    load_format: auto (checkpoint) or dummy (random weights from config.json alone)
+    max_model_len: 0 means the model's own limit; num_cache_blocks: 0 means as many as memory allows
+    cache_memory_bytes: bytes of cache per rank; 0 means memory_fraction of free device memory (CPU: 1 GiB)
+    """
+
+    model: str
+    served_model_name: str = ""
+    dtype: str = "auto"
+    cache_format: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int = 0
+    num_cache_blocks: int = 0
+    cache_memory_bytes: int = 0
+    memory_fraction: float = 0.9
+    prefix_cache: bool = True
+    cuda_graphs: bool = True
+    async_scheduling: bool = True
+    num_speculative_tokens: int = 0
+    seed: int = 0
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+    def __post_init__(self) -> None:
+        _choice("dtype", self.dtype, DTYPES)
+        _choice("cache_format", self.cache_format, CACHE_FORMATS)
+        _choice("device", self.device, ("auto", "cpu", "cuda"))
+        _choice("kernels", self.kernels, ("auto", "reference"))
+        _choice("load_format", self.load_format, ("auto", "dummy"))
+        _at_least("max_model_len", self.max_model_len, 0)
+        _at_least("num_cache_blocks", self.num_cache_blocks, 0)
+        _at_least("cache_memory_bytes", self.cache_memory_bytes, 0)
+        _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
+        if not 0.0 < self.memory_fraction < 1.0:
+            raise ConfigError(f"memory_fraction: must lie between 0 and 1, got {self.memory_fraction}")

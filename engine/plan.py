@@ -1,0 +1,108 @@
+"""What a replica's scheduler tells its ranks each step, and what comes back.
+
+A plan carries differences only: a 128k context must not resend its 2,048 block ids each step. Ranks keep, per row (a
+sequence's line in the device tables): its block table, its last token and its sampling state. Everything a rank knows
+is a pure function of the plans it received, so all ranks of a replica stay equal.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.messages import TokenLogprob
+from engine.sampling_params import SamplingParams
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence takes a row (first schedule, or again after a preemption).
+
+    params: with seed always set (the leader draws one where the user gave none)
+    known_token_ids: prompt then output tokens so far; sent only where sampling needs history (penalties), else empty
+    num_prompt_tokens: how many of the known tokens are the prompt; num_output_tokens: outputs so far (resumption)
+    eos_token_ids: empty under ignore_eos
+    """
+
+    row: int
+    request_id: str
+    params: SamplingParams
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    known_token_ids: list[int] = []
+    eos_token_ids: list[int] = []
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's part of a step.
+
+    num_computed: tokens valid in the cache before the step; its first query token has this position
+    token_ids: the tokens to compute, when the ranks do not know them (prompt chunk, recomputation). Empty means: the
+        last token the rank sampled for this row, followed by `num_drafts` of the rank's own draft tokens
+    new_blocks: block ids to append to the row's block table
+    sample: logits of the last token are sampled (False inside a chunked prompt)
+    num_drafts: draft tokens to verify (rows of a decode sequence: 1 + num_drafts)
+    prompt_logprobs: logits of every token are scored against next_token_ids
+    next_token_ids: for prompt_logprobs: the prompt tokens that follow each token of the chunk
+    """
+
+    row: int
+    num_computed: int
+    token_ids: list[int] = []
+    new_blocks: list[int] = []
+    sample: bool = True
+    num_drafts: int = 0
+    prompt_logprobs: int | None = None
+    next_token_ids: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of this step."""
+        return len(self.token_ids) or 1 + self.num_drafts
+
+
+class Agreement(msgspec.Struct, frozen=True, array_like=True):
+    """What replicas agree on before a step: the same on every rank of every replica."""
+
+    rows: int  # largest row count of any replica; everybody's padded size
+    decode_only: bool  # no replica has prefill rows, so a graph may be replayed
+    any_work: bool
+    stop: bool = False
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True):
+    """One step of one replica. decodes have one query row (plus drafts) and run absorbed; prefills run expanded."""
+
+    step: int
+    decodes: list[SequenceStep] = []
+    prefills: list[SequenceStep] = []
+    new_sequences: list[NewSequence] = []
+    freed_rows: list[int] = []
+    agreement: Agreement | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.decodes or self.prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prefills)
+
+
+class RowResult(msgspec.Struct, frozen=True, array_like=True):
+    """Sampled tokens of one row: 1 + accepted drafts for a decode row, at most 1 for a prefill row.
+
+    logprobs: one per token if asked; error: this row failed alone (for example NaN logits) and must end
+    """
+
+    row: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
+    error: str | None = None
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True):
+    """Results in the plan's order, for sampled rows only; model_seconds is device and launch time of the step."""
+
+    step: int
+    rows: list[RowResult]
+    model_seconds: float = 0.0

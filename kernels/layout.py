@@ -1,0 +1,146 @@
+"""Types that operations exchange: the latent cache, the latent query, the block-scaled weight.
+
+A format is a type here, so no other file compares format names. Shape letters (whole project): T tokens,
+B sequences, S query rows per sequence, H local heads, C latent width (512), R RoPE width (64), N cache blocks,
+D hidden, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+BLOCK_SIZE = 64  # tokens per cache block, equal to the key tile of the Hopper kernel
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+# Lower bound of a row's maximum before it becomes a scale. RoPE is divided by the scale, so the floor keeps products of
+# two pre-scaled RoPE values of 1e3 (4.5e9 each) far below FP32's limit even beside an all-zero latent.
+AMAX_FLOOR = 1e-4
+FP8_LATENT_DIM, FP8_ROPE_DIM = 512, 64  # the only widths of the FP8 format; exact formats take any
+WEIGHT_BLOCK = 128  # published FP8 weights carry one scale per 128 x 128 block
+
+
+class CacheFormat(enum.Enum):
+    """How a token's latent and RoPE parts are stored."""
+
+    FP8 = "fp8"  # SnapMLA: E4M3 latent, one FP32 scale a token, BF16 RoPE divided by that scale (3.1, Eq. 6)
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+    @property
+    def content_dtype(self) -> torch.dtype:
+        return {CacheFormat.FP8: FP8, CacheFormat.BF16: torch.bfloat16, CacheFormat.FP32: torch.float32}[self]
+
+    @property
+    def rope_dtype(self) -> torch.dtype:
+        return torch.float32 if self is CacheFormat.FP32 else torch.bfloat16
+
+    def bytes_per_token(self, latent_dim: int, rope_dim: int) -> int:
+        """Bytes one token takes in one attention layer: 644 for FP8 and 1,152 for BF16 at 512 + 64."""
+        scale_bytes = 4 if self is CacheFormat.FP8 else 0
+        return latent_dim * self.content_dtype.itemsize + rope_dim * self.rope_dtype.itemsize + scale_bytes
+
+
+@dataclass(frozen=True)
+class LatentCache:
+    """Paged cache of one attention layer.
+
+    content: E4M3 | BF16 | FP32 [N, 64, C]  normalized latent; real value = stored * scale
+    rope:    BF16 | FP32        [N, 64, R]  rotated shared key; real value = stored * scale (pre-scaled domain, Eq. 6)
+    scale:   FP32 [N, 64], or None for the exact formats (stored values are the real ones)
+    Block strides are free (a pool may interleave layers); the last two dimensions are dense.
+    """
+
+    content: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor | None
+
+    @staticmethod
+    def allocate(fmt: CacheFormat, num_blocks: int, latent_dim: int, rope_dim: int, device: torch.device | str) -> LatentCache:
+        """A zeroed cache of `num_blocks` blocks. Raises ValueError when the FP8 format meets other widths than 512 + 64."""
+        if fmt is CacheFormat.FP8 and (latent_dim, rope_dim) != (FP8_LATENT_DIM, FP8_ROPE_DIM):
+            raise ValueError(
+                f"the fp8 cache needs kv_lora_rank 512 and qk_rope_head_dim 64, this model has {latent_dim} and "
+                f"{rope_dim}; use the bf16 or fp32 cache"
+            )
+        return LatentCache(
+            content=torch.zeros(num_blocks, BLOCK_SIZE, latent_dim, dtype=fmt.content_dtype, device=device),
+            rope=torch.zeros(num_blocks, BLOCK_SIZE, rope_dim, dtype=fmt.rope_dtype, device=device),
+            scale=torch.zeros(num_blocks, BLOCK_SIZE, device=device) if fmt is CacheFormat.FP8 else None,
+        )
+
+    @property
+    def format(self) -> CacheFormat:
+        return {FP8: CacheFormat.FP8, torch.bfloat16: CacheFormat.BF16}.get(self.content.dtype, CacheFormat.FP32)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.content.shape[0]
+
+    @property
+    def latent_dim(self) -> int:
+        return self.content.shape[-1]
+
+    @property
+    def rope_dim(self) -> int:
+        return self.rope.shape[-1]
+
+
+@dataclass(frozen=True)
+class LatentQuery:
+    """Absorbed queries in the domain of a cache format; any leading dimensions before H.
+
+    content: E4M3 | BF16 | FP32 [..., H, C]  W_UK-absorbed query; real value = stored * scale
+    rope:    BF16 | FP32        [..., H, R]  rotated query; real value = stored * scale
+    scale:   FP32 [..., H], or None beside an exact cache
+    """
+
+    content: torch.Tensor
+    rope: torch.Tensor
+    scale: torch.Tensor | None
+
+    def unflatten(self, num_sequences: int, query_len: int) -> LatentQuery:
+        """View [T, H, ...] as [B, S, H, ...] with T = B * S."""
+        sizes = (num_sequences, query_len)
+        return LatentQuery(
+            self.content.unflatten(0, sizes),
+            self.rope.unflatten(0, sizes),
+            None if self.scale is None else self.scale.unflatten(0, sizes),
+        )
+
+
+@dataclass(frozen=True)
+class BlockScaledWeight:
+    """A weight in the published FP8 layout; real value = data * scale of its 128 x 128 block.
+
+    data:  E4M3 [..., N, K]
+    scale: FP32 [..., ceil(N / 128), ceil(K / 128)]  the checkpoint's `weight_scale_inv`, which multiplies
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The plain weight [..., N, K]; partial last blocks use the scale of their block."""
+        rows, cols = self.data.shape[-2:]
+        scale = self.scale.repeat_interleave(WEIGHT_BLOCK, -2)[..., :rows, :]
+        scale = scale.repeat_interleave(WEIGHT_BLOCK, -1)[..., :cols]
+        return (self.data.float() * scale).to(dtype)
+
+
+Weight = torch.Tensor | BlockScaledWeight
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Split-KV work plan of one step, shared by all layers; opaque to callers.
+
+    Made by `ops.plan_decode` from the lengths on the device, so that a captured graph replays with new lengths.
+    """
+
+    work: torch.Tensor | None = None  # backend's device-side work list; None on the reference backend
+    partial_out: torch.Tensor | None = None
+    partial_lse: torch.Tensor | None = None
+    batch_invariant: bool = False

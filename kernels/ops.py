@@ -1,0 +1,401 @@
+"""Every device operation: its contract, its argument checks, and the only choice between backends.
+
+Two tables of plain functions with identical signatures stand behind this file: `kernels.reference` (torch on any
+device, the oracle) and `kernels.cuda` (Hopper). A CPU tensor runs the reference; a CUDA tensor runs the CUDA table,
+and the reference only inside `backend("reference")` or after `use_backend("reference")`. A missing CUDA operation is
+an error, never a silent fallback.
+
+Conventions: lse is the natural logarithm in the real domain, FP32. "§" and "Eq." are the SnapMLA paper's. All
+sequence lengths and tables are int32. Contract violations raise KernelContractError before any launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from kernels.errors import KernelContractError, KernelError
+from kernels.layout import BlockScaledWeight, CacheFormat, DecodePlan, LatentCache, LatentQuery, Weight
+
+_forced_backend: str | None = None  # debug override, the one mutable global of this file
+_BACKENDS = {"cpu": "kernels.reference", "cuda": "kernels.cuda", "reference": "kernels.reference"}
+
+
+def use_backend(name: str | None) -> None:
+    """Force one backend for the whole process ("reference"), or None to choose by device."""
+    global _forced_backend
+    if name not in (None, "reference", "cuda"):
+        raise KernelContractError("use_backend", f"backend {name!r} is not one of 'reference', 'cuda', None")
+    _forced_backend = name
+
+
+@contextlib.contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Force one backend inside a `with` block, for debugging and for tests."""
+    before = _forced_backend
+    use_backend(name)
+    try:
+        yield
+    finally:
+        use_backend(before)
+
+
+def _call(name: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+    key = _forced_backend or device.type
+    if key not in _BACKENDS:
+        raise KernelError(name, f"no backend for device type {device.type!r}; use a CPU or CUDA device")
+    table: dict[str, Callable[..., Any]] = importlib.import_module(_BACKENDS[key]).OPS
+    if name not in table:
+        raise KernelError(
+            name, f"the {key} backend has no such operation; run with the reference backend (--kernels reference)"
+        )
+    return table[name](*args, **kwargs)
+
+
+def _require(condition: bool, op: str, message: str) -> None:
+    if not condition:
+        raise KernelContractError(op, message)
+
+
+def _require_int32(op: str, device: torch.device, **tensors: torch.Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is not None:
+            _require(t.dtype == torch.int32, op, f"{name} must be int32, got {t.dtype}")
+            _require(t.device == device, op, f"{name} is on {t.device}, expected {device}")
+
+
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+# ---- latent cache -----------------------------------------------------------------------------------------------
+
+
+def quantize_q(
+    q_content: torch.Tensor, q_rope: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, fmt: CacheFormat
+) -> LatentQuery:
+    """Rotate the RoPE part, quantize absorbed queries per token and head, move RoPE into that domain (§3.1.2, Eq. 6).
+
+    q_content: BF16|FP32 [T, H, C]  W_UK-absorbed query, any strides over T and H
+    q_rope:    BF16|FP32 [T, H, R]  query before rotation (interleaved pairs), any strides over T and H
+    positions: int64 [T]            position of each row
+    cos_sin:   FP32 [P, R]          cosines then sines of each position, see `rope`
+    fmt:       format of the cache that will be read; the exact formats only rotate and cast
+    Returns a LatentQuery with leading dimensions [T]; scale = max(amax, AMAX_FLOOR) / 448 for FP8.
+    """
+    op = "quantize_q"
+    _require(q_content.ndim == 3 and q_rope.ndim == 3, op, "q_content and q_rope must be [T, H, C] and [T, H, R]")
+    _require(q_content.shape[:2] == q_rope.shape[:2], op, f"rows and heads differ: {q_content.shape} and {q_rope.shape}")
+    _require(q_content.dtype in _FLOATS and q_rope.dtype in _FLOATS, op, "q_content and q_rope must be BF16 or FP32")
+    _require(q_content.stride(-1) == 1 and q_rope.stride(-1) == 1, op, "the last dimension must be dense")
+    _require_rope_table(op, q_rope, positions, cos_sin)
+    return _call(op, q_content.device, q_content, q_rope, positions, cos_sin, fmt=fmt)
+
+
+def append_kv(
+    cache: LatentCache,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    norm_weight: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    eps: float,
+    keep: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalize the latent, rotate the shared key, quantize and write both into paged slots, in one pass (§3.3.1).
+
+    latent:      BF16|FP32 [T, C]  output of kv_a_proj before its RMSNorm, any row stride
+    k_rope:      BF16|FP32 [T, R]  shared key before rotation, any row stride
+    norm_weight: BF16|FP32 [C]     RMSNorm weight, LongCat's latent factor folded in
+    slots:       int64 [T]         block * 64 + offset; -1 writes nothing
+    keep:        the last `keep` rows are also returned unquantized for prefill (normalized latent, rotated key)
+    Returns ([keep, C], [keep, R]) in the input's dtype.
+    """
+    op = "append_kv"
+    rows = latent.shape[0]
+    _require(
+        latent.ndim == 2 and latent.shape[1] == cache.latent_dim,
+        op,
+        f"latent must be [T, {cache.latent_dim}], got {tuple(latent.shape)}",
+    )
+    _require(
+        k_rope.shape == (rows, cache.rope_dim), op, f"k_rope must be [{rows}, {cache.rope_dim}], got {tuple(k_rope.shape)}"
+    )
+    _require(latent.dtype in _FLOATS and k_rope.dtype in _FLOATS, op, "latent and k_rope must be BF16 or FP32")
+    _require(latent.stride(-1) == 1 and k_rope.stride(-1) == 1, op, "the last dimension must be dense")
+    _require(norm_weight.shape == (cache.latent_dim,), op, f"norm_weight must be [{cache.latent_dim}]")
+    _require(slots.dtype == torch.int64 and slots.shape == (rows,), op, f"slots must be int64 [{rows}]")
+    _require(0 <= keep <= rows, op, f"keep must lie in 0..{rows}, got {keep}")
+    _require_rope_table(op, k_rope, positions, cos_sin)
+    return _call(op, latent.device, cache, latent, k_rope, norm_weight, positions, cos_sin, slots, eps=eps, keep=keep)
+
+
+def fetch_dequant(
+    cache: LatentCache,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    cu_lens: torch.Tensor,
+    *,
+    total: int,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather cached tokens by block table and restore their real values (§3.3.1, Fused-Fetch-Dequant).
+
+    block_table: int32 [P, max_blocks]  blocks of each sequence; entries past a length may hold anything
+    starts:      int32 [P]              first token to fetch of each sequence
+    cu_lens:     int32 [P + 1]          cumulative token counts; cu_lens[-1] == total
+    Returns (latent [total, C], rotated key [total, R]), packed, in `dtype`.
+    """
+    op = "fetch_dequant"
+    _require_int32(op, cache.content.device, block_table=block_table, starts=starts, cu_lens=cu_lens)
+    _require(block_table.ndim == 2, op, "block_table must be [P, max_blocks]")
+    _require(starts.shape == (block_table.shape[0],), op, "starts must be [P]")
+    _require(cu_lens.shape == (block_table.shape[0] + 1,), op, "cu_lens must be [P + 1]")
+    _require(dtype in _FLOATS, op, f"dtype must be BF16 or FP32, got {dtype}")
+    return _call(op, cache.content.device, cache, block_table, starts, cu_lens, total=total, dtype=dtype)
+
+
+# ---- attention --------------------------------------------------------------------------------------------------
+
+
+def plan_decode(
+    seq_lens: torch.Tensor, *, query_len: int, num_heads: int, fmt: CacheFormat, batch_invariant: bool = False
+) -> DecodePlan:
+    """Plan the split of every sequence's keys over the device, from lengths that stay on the device.
+
+    seq_lens: int32 [B]; once per step, shared by all layers; safe inside CUDA-graph capture.
+    batch_invariant: fixed split size and combine order, so that a row's bits do not depend on its batch.
+    """
+    op = "plan_decode"
+    _require_int32(op, seq_lens.device, seq_lens=seq_lens)
+    _require(1 <= query_len <= 4, op, f"query_len must lie in 1..4, got {query_len}")
+    _require(1 <= num_heads <= 128, op, f"num_heads must lie in 1..128, got {num_heads}")
+    return _call(
+        op, seq_lens.device, seq_lens, query_len=query_len, num_heads=num_heads, fmt=fmt, batch_invariant=batch_invariant
+    )
+
+
+def mla_decode(
+    query: LatentQuery,
+    cache: LatentCache,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_query: torch.Tensor | None = None,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    plan: DecodePlan,
+    out_dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed MLA attention of S query rows per sequence against the paged latent cache (Eq. 5; Algorithm 1, Eq. 12, 13).
+
+    query:       LatentQuery [B, S, H, ...] in the cache's domain
+    block_table: int32 [B, max_blocks]; entries past a sequence's length may hold anything
+    seq_lens:    int32 [B]  tokens in the cache, this step's own included; 0 for a padded row
+    num_query:   int32 [B] or None  live query rows (the first ones); None means all S
+    causal:      row i of n live rows sees seq_len - (n - 1 - i) tokens; without it every row sees seq_len
+    Returns (out `out_dtype` [B, S, H, C], still in latent space, and lse FP32 [B, S, H]). Rows without a visible
+    token, and rows past num_query, give zeros and -inf.
+    """
+    op = "mla_decode"
+    _require(query.content.ndim == 4, op, f"query must be [B, S, H, C], got {tuple(query.content.shape)}")
+    b, s, h, c = query.content.shape
+    device = query.content.device
+    _require(1 <= s <= 4, op, f"1 to 4 query rows per sequence, got {s}")
+    _require(1 <= h <= 128, op, f"1 to 128 heads, got {h}")
+    _require(c == cache.latent_dim, op, f"query latent width {c} differs from the cache's {cache.latent_dim}")
+    _require(
+        query.rope.shape == (b, s, h, cache.rope_dim),
+        op,
+        f"query.rope must be {(b, s, h, cache.rope_dim)}, got {tuple(query.rope.shape)}",
+    )
+    _require(query.content.dtype == cache.content.dtype, op, f"query is {query.content.dtype}, cache is {cache.content.dtype}")
+    _require((query.scale is None) == (cache.scale is None), op, "query and cache must both carry scales, or neither")
+    _require_int32(op, device, block_table=block_table, seq_lens=seq_lens, num_query=num_query)
+    _require(block_table.ndim == 2 and block_table.shape[0] == b, op, f"block_table must be [{b}, max_blocks]")
+    _require(seq_lens.shape == (b,), op, f"seq_lens must be [{b}]")
+    _require(num_query is None or num_query.shape == (b,), op, f"num_query must be [{b}]")
+    _require(out_dtype in _FLOATS, op, f"out_dtype must be BF16 or FP32, got {out_dtype}")
+    return _call(
+        op, device, query, cache, block_table, seq_lens, num_query,
+        softmax_scale=softmax_scale, causal=causal, plan=plan, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_lens_q: torch.Tensor,
+    cu_lens_k: torch.Tensor,
+    *,
+    max_len_q: int,
+    max_len_k: int,
+    softmax_scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expanded attention of packed sequences (Eq. 1 to 4), with lse for merging.
+
+    q: [Tq, H, Dqk], k: [Tk, H, Dqk], v: [Tk, H, Dv], all of one dtype, BF16 or FP32
+    cu_lens_q, cu_lens_k: int32 [P + 1] cumulative lengths
+    causal: query i of a sequence sees its first len_k - len_q + i + 1 keys; otherwise all
+    Returns (out [Tq, H, Dv], lse FP32 [Tq, H]); a row without a visible key gives zeros and -inf.
+    """
+    op = "prefill_attention"
+    _require(q.ndim == k.ndim == v.ndim == 3, op, "q, k, v must be [T, H, D]")
+    _require(
+        q.shape[1:] == k.shape[1:] and k.shape[:2] == v.shape[:2],
+        op,
+        f"shapes disagree: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}",
+    )
+    _require(q.dtype == k.dtype == v.dtype and q.dtype in _FLOATS, op, "q, k, v must share BF16 or FP32")
+    _require_int32(op, q.device, cu_lens_q=cu_lens_q, cu_lens_k=cu_lens_k)
+    _require(cu_lens_q.shape == cu_lens_k.shape, op, "cu_lens_q and cu_lens_k must have one length")
+    return _call(
+        op, q.device, q, k, v, cu_lens_q, cu_lens_k,
+        max_len_q=max_len_q, max_len_k=max_len_k, softmax_scale=softmax_scale, causal=causal,
+    )  # fmt: skip
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merge attention over two disjoint key sets by their lse.
+
+    out: [T, H, D], lse: FP32 [T, H]. An infinite lse of either sign means "no keys" and weighs 0; two empty parts give
+    zeros and -inf.
+    """
+    op = "merge_attention"
+    _require(
+        out_a.shape == out_b.shape and out_a.ndim == 3,
+        op,
+        f"outputs must share [T, H, D], got {tuple(out_a.shape)} and {tuple(out_b.shape)}",
+    )
+    _require(
+        lse_a.shape == lse_b.shape == out_a.shape[:2],
+        op,
+        f"lse must be {tuple(out_a.shape[:2])}, got {tuple(lse_a.shape)} and {tuple(lse_b.shape)}",
+    )
+    return _call(op, out_a.device, out_a, lse_a, out_b, lse_b)
+
+
+# ---- dense layers -----------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over the last dimension, after adding `residual` if given.
+
+    x: BF16|FP32 [..., D]; the sum of squares is FP32. Returns (normalized, x + residual), both in x's dtype.
+    """
+    _require(weight.shape == x.shape[-1:], "rms_norm", f"weight must be [{x.shape[-1]}], got {tuple(weight.shape)}")
+    _require(residual is None or residual.shape == x.shape, "rms_norm", "residual must have x's shape")
+    return _call("rms_norm", x.device, x, weight, eps=eps, residual=residual)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Rotary embedding of the last dimension.
+
+    x: BF16|FP32 [T, R] or [T, H, R]; positions: int64 [T]; cos_sin: FP32 [P, R], R/2 cosines then R/2 sines.
+    interleaved: pairs are (2i, 2i + 1) and the result keeps that order; otherwise (i, i + R/2).
+    """
+    _require_rope_table("rope", x, positions, cos_sin)
+    return _call("rope", x.device, x, positions, cos_sin, interleaved=interleaved)
+
+
+def _require_rope_table(op: str, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    _require(positions.dtype == torch.int64 and positions.shape == x.shape[:1], op, f"positions must be int64 [{x.shape[0]}]")
+    _require(
+        cos_sin.ndim == 2 and cos_sin.shape[1] == x.shape[-1],
+        op,
+        f"cos_sin must be [P, {x.shape[-1]}], got {tuple(cos_sin.shape)}",
+    )
+    _require(cos_sin.dtype == torch.float32, op, f"cos_sin must be FP32, got {cos_sin.dtype}")
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for gate_up [..., 2 I] holding the two halves side by side; returns [..., I]."""
+    _require(gate_up.shape[-1] % 2 == 0, "silu_and_mul", f"the last dimension must be even, got {gate_up.shape[-1]}")
+    return _call("silu_and_mul", gate_up.device, gate_up)
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """x [..., K] @ weight [N, K]^T.
+
+    A BlockScaledWeight quantizes x per token and 128 channels first (amax floor 1e-4, E4M3), as the published
+    checkpoints' dynamic activation scheme prescribes; products accumulate in FP32. Returns x's dtype.
+    """
+    data = weight.data if isinstance(weight, BlockScaledWeight) else weight
+    _require(data.ndim == 2, "linear", f"weight must be [N, K], got {tuple(data.shape)}")
+    _require(x.shape[-1] == data.shape[1], "linear", f"x has {x.shape[-1]} columns, weight {data.shape[1]}")
+    return _call("linear", x.device, x, weight)
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts and weigh them (DeepSeek-V2, V3 and LongCat-Flash differ in arguments only).
+
+    logits: FP32 [T, E]; bias: FP32 [E] or None, selects but never weighs
+    scoring: "sigmoid" (V3) or "softmax" (V2, LongCat)
+    num_groups, top_groups: experts outside the best groups are dropped; a group's score is the sum of its two largest
+        biased scores when a bias is given (V3), else its maximum (V2). num_groups 1 keeps all.
+    normalize: divide the chosen scores by their sum + 1e-20; always multiplied by scaling_factor
+    Returns (weights FP32 [T, top_k], ids int32 [T, top_k]). Rows are independent.
+    """
+    op = "route"
+    _require(
+        logits.ndim == 2 and logits.dtype == torch.float32,
+        op,
+        f"logits must be FP32 [T, E], got {logits.dtype} {tuple(logits.shape)}",
+    )
+    experts = logits.shape[1]
+    _require(scoring in ("sigmoid", "softmax"), op, f"scoring must be 'sigmoid' or 'softmax', got {scoring!r}")
+    _require(bias is None or bias.shape == (experts,), op, f"bias must be [{experts}]")
+    _require(1 <= top_k <= experts, op, f"top_k must lie in 1..{experts}, got {top_k}")
+    _require(
+        num_groups >= 1 and experts % num_groups == 0 and 1 <= top_groups <= num_groups,
+        op,
+        f"{experts} experts cannot form {num_groups} groups keeping {top_groups}",
+    )
+    return _call(
+        op, logits.device, logits, bias,
+        scoring=scoring, top_k=top_k, num_groups=num_groups, top_groups=top_groups, normalize=normalize, scaling_factor=scaling_factor,
+    )  # fmt: skip
+
+
+def grouped_mlp(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+) -> torch.Tensor:
+    """Weighted sum over a token's local experts of down_e(silu(gate_e x) * up_e x).
+
+    x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids
+    gate_up: [E_local, 2 I, D]; down: [E_local, D, I]; they hold experts first_expert .. first_expert + E_local - 1
+    Ids outside that range (remote, zero-computation or masked experts, -1 included) contribute nothing and cost nothing.
+    Returns x's dtype [T, D]; the sum over experts is FP32.
+    """
+    op = "grouped_mlp"
+    _require(x.ndim == 2, op, f"x must be [T, D], got {tuple(x.shape)}")
+    _require(
+        ids.dtype == torch.int32 and ids.shape == weights.shape and ids.shape[0] == x.shape[0],
+        op,
+        "ids and weights must be [T, K], ids int32",
+    )
+    return _call(op, x.device, x, weights, ids, gate_up, down, first_expert=first_expert)

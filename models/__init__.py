@@ -1,0 +1,1 @@
+"""What is computed: model definitions, weights and parallel layers; knows no request."""

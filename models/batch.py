@@ -1,0 +1,96 @@
+"""What one forward pass is told: tokens, positions, where their keys go, and which caches to read.
+
+The engine fills these once per step; layers only read them. Rows are packed, decode rows first:
+
+    [ decode sequence 0: S rows | decode sequence 1: S rows | ... | prefill chunk 0 | prefill chunk 1 | ... ]
+
+Decode rows run absorbed attention against the cache, prefill rows expanded attention (models/layers/mla.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kernels.layout import DecodePlan, LatentCache
+
+
+@dataclass(frozen=True)
+class ContextPiece:
+    """Part of the cached context of the prefill chunks, small enough for the expansion workspace.
+
+    Piece i of every sequence is fetched, expanded and attended at once; parts are merged by lse.
+    starts: int32 [P] first cached token; cu_lens: int32 [P + 1]; total, max_len: host integers of cu_lens.
+    """
+
+    starts: torch.Tensor
+    cu_lens: torch.Tensor
+    total: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class PrefillMetadata:
+    """The prefill chunks of a step: P sequences, packed.
+
+    block_table: int32 [P, max_blocks]
+    cu_lens_q:   int32 [P + 1]  cumulative chunk lengths
+    max_len_q:   longest chunk
+    context:     cached tokens before each chunk, in bounded pieces; empty when no chunk has any
+    """
+
+    block_table: torch.Tensor
+    cu_lens_q: torch.Tensor
+    max_len_q: int
+    context: list[ContextPiece] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where keys of this step are written and what each row may see; the same object for every layer.
+
+    num_decode_seqs: B; the first B * query_len rows are decode rows
+    query_len:       S, rows per decode sequence (1 + drafts); rows a sequence does not use have slot -1
+    slots:           int64 [T]      block * 64 + offset of each row's key, -1 writes nothing
+    block_table:     int32 [B, max_blocks] of the decode sequences
+    seq_lens:        int32 [B]      tokens in the cache, this step's own included; 0 for a padded sequence
+    num_query:       int32 [B] or None  live rows of each decode sequence; None means all S
+    decode_plan:     made by ops.plan_decode once per step; None without decode rows
+    prefill:         None without prefill rows
+    """
+
+    num_decode_seqs: int
+    query_len: int
+    slots: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    num_query: torch.Tensor | None
+    decode_plan: DecodePlan | None
+    prefill: PrefillMetadata | None
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decode_seqs * self.query_len
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Argument of every forward.
+
+    input_ids: int64 [T], positions: int64 [T]; padded rows have id 0, position 0 and slot -1
+    caches:    one LatentCache per attention layer (two per LongCat decoder layer), then the draft layer's if any
+    row_mask:  bool [T] or None; False marks padded rows, which must not reach experts or statistics
+    ep_rows:   rows every expert-parallel rank pads to this step, so that collectives have one shape; T on a single rank
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
+    caches: list[LatentCache]
+    row_mask: torch.Tensor | None = None
+    ep_rows: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]

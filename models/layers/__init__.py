@@ -1,0 +1,1 @@
+"""Layers shared by the model families; they take numbers and a ParallelContext, never a family's config."""

@@ -1,0 +1,1 @@
+"""HTTP front end; knows messages, never tensors."""
