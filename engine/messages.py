@@ -54,14 +54,38 @@ class ResetPrefixCache(_Message):
     """Forget all cached prefixes that no live request uses."""
 
 
+class Wake(_Message):
+    """Another replica got work: leave the idle wait and agree on a step. A hint; losing one costs a tick."""
+
+
 class Shutdown(_Message):
     """Finish nothing more; abort what is live and end the process tree."""
 
 
-ToReplica = AddRequest | AbortRequest | Ping | ResetPrefixCache | Shutdown
+ToReplica = AddRequest | AbortRequest | Ping | ResetPrefixCache | Wake | Shutdown
 
 
 # ---- from a replica
+
+
+class Hello(_Message):
+    """First message on every connection of a worker: who speaks, and on which of its two channels.
+
+    channel: "steps" (a leader's requests and outputs) or "heartbeat" (every rank's Ping, Pong, Phase and Shutdown).
+    """
+
+    rank: int
+    dp_rank: int
+    channel: str
+
+
+class Phase(_Message):
+    """A rank entered (seconds is None) or finished a phase of starting up."""
+
+    rank: int
+    name: str
+    seconds: float | None = None
+    detail: str = ""
 
 
 class Ready(_Message):
@@ -164,4 +188,4 @@ class Pong(_Message):
     busy: bool
 
 
-FromReplica = Ready | StepOutput | RequestFailed | EngineFailed | Pong
+FromReplica = Hello | Phase | Ready | StepOutput | RequestFailed | EngineFailed | Pong
