@@ -106,3 +106,58 @@ class EngineConfig:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
         if not 0.0 < self.memory_fraction < 1.0:
             raise ConfigError(f"memory_fraction: must lie between 0 and 1, got {self.memory_fraction}")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The HTTP side.
+
+    host: address to listen on; anything but a loopback address wants an API key
+    port: 0 takes a free one and prints it
+    api_keys: any of them opens every route; none means no check
+    chat_template: file with a Jinja template in place of the model's
+    tool_call_parser, reasoning_parser: auto (from the model), none, or the name of a format
+    max_body_bytes, max_header_bytes: larger requests are refused with 413 and 431
+    drain_s: seconds that open requests get to finish after SIGTERM
+    heartbeat_s: a rank, or the front end, that is silent for so long is dead
+    stall_s: an engine that is busy but has finished no step for so long is dead
+    access_log: one JSON line per finished request on stdout
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    chat_template: str = ""
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    max_body_bytes: int = 8 << 20
+    max_header_bytes: int = 32 << 10
+    drain_s: float = 20.0
+    heartbeat_s: float = 4.0
+    stall_s: float = 300.0
+    access_log: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("port", self.port, 0)
+        if self.port > 65535:
+            raise ConfigError(f"port: at most 65535, got {self.port}")
+        _at_least("max_body_bytes", self.max_body_bytes, 1024)
+        _at_least("max_header_bytes", self.max_header_bytes, 1024)
+        for name in ("drain_s", "heartbeat_s", "stall_s"):
+            if not 0.0 < getattr(self, name) <= 86400.0:
+                raise ConfigError(f"{name}: must lie in (0, 86400] seconds, got {getattr(self, name)}")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key: must not be empty")
+
+
+@dataclass(frozen=True)
+class FrontEndConfig:
+    """What rank 0 tells the front end process: one JSON line on its standard input.
+
+    model_folder: where `engine.model` was found; bind: address the workers' socket listens on
+    """
+
+    engine: EngineConfig
+    server: ServerConfig
+    model_folder: str
+    bind: str = "127.0.0.1"
