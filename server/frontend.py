@@ -1,0 +1,398 @@
+"""EngineClient: the front end's view of the engine. It routes requests, collects their tokens, aborts and judges health.
+
+It runs in the server's event loop and knows messages only. Every request that was sent gets exactly one terminal
+message; when the engine dies the client writes it itself, so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.config import ServerConfig
+from engine.errors import EngineError, RequestRejected, WorkerFailed
+from engine.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineFailed,
+    FromReplica,
+    Hello,
+    Phase,
+    Ping,
+    Pong,
+    Ready,
+    RequestFailed,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutput,
+    TokenOutput,
+    ToReplica,
+    Wake,
+)
+from engine.transport import FrontEndSocket
+from server.metrics import Metrics
+from server.routing import Router
+
+PING_INTERVAL_S = 0.5
+START_HEARTBEAT_S = 120.0  # while a rank loads, one long call may hold its interpreter
+STEPS, HEARTBEAT = "steps", "heartbeat"
+log = logging.getLogger("server.frontend")
+
+
+class State(enum.Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+@dataclass
+class _Rank:
+    dp_rank: int
+    peer: bytes
+    heard: float
+    phase: str = ""
+    phase_since: float = 0.0
+    ready: bool = False
+
+
+class Generation:
+    """The tokens of one request (one choice) as they arrive. Single consumer."""
+
+    __slots__ = (
+        "_items", "_waiter", "arrival", "arrived_at", "cost", "dp_rank", "failure", "first_token", "group", "last_token",
+        "request_id", "stopped_at", "terminal",
+    )  # fmt: skip
+
+    def __init__(self, request_id: str, group: str, dp_rank: int, cost: int, arrival: float) -> None:
+        self.request_id = request_id
+        self.group = group  # the id the client knows; its choices share it
+        self.dp_rank = dp_rank
+        self.cost = cost
+        self.arrival = arrival
+        self.arrived_at = 0.0  # loop time at which the oldest undelivered output came
+        self.first_token: float | None = None
+        self.last_token: float | None = None
+        self.stopped_at: int | None = None  # tokens up to a stop string that the front end found
+        self.terminal = False
+        self.failure: EngineError | None = None
+        self._items: deque[TokenOutput] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def outputs(self) -> list[TokenOutput]:
+        """All outputs that have arrived, waiting for at least one. The last one ever has a finish_reason.
+
+        Raises RequestRejected if the replica refused the request, WorkerFailed if the engine died or broke on it.
+        """
+        if not self._items and self.failure is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        if self._items:
+            items = list(self._items)
+            self._items.clear()
+            return items
+        assert self.failure is not None
+        raise self.failure
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def push(self, output: TokenOutput, now: float) -> None:
+        if not self._items:
+            self.arrived_at = now
+        self._items.append(output)
+        self._wake()
+
+    def fail(self, failure: EngineError) -> None:
+        self.failure = failure
+        self.terminal = True
+        self._wake()
+
+
+@dataclass
+class EngineClient:
+    """socket: bound and not yet read; world_size: ranks that must answer; on_failure: called once when the engine dies."""
+
+    socket: FrontEndSocket
+    dp: int
+    world_size: int
+    config: ServerConfig
+    metrics: Metrics
+    on_failure: Callable[[], None] = lambda: None
+    on_phase: Callable[[Phase], None] = lambda phase: None
+    state: State = State.STARTING
+    failure: str = ""
+    ready: dict[int, Ready] = field(default_factory=dict)
+    all_ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.router = Router(list(range(self.dp)))
+        self._leaders: dict[int, bytes] = {}
+        self._ranks: dict[int, _Rank] = {}
+        self._peers: dict[bytes, tuple[int, str]] = {}
+        self._open: dict[str, Generation] = {}
+        self._groups: dict[str, int] = {}  # id the client knows -> its open choices
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._nonce = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- life
+
+    def start(self) -> None:
+        """Listen to the workers; call inside the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self.socket.fileno(), self._receive)
+        self._tasks.append(self._loop.create_task(self._heartbeat()))
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._loop.remove_reader(self.socket.fileno())
+        self.socket.close()
+
+    async def drain(self, limit_s: float) -> None:
+        """Refuse new requests, let open ones finish for up to limit_s seconds, then abort them."""
+        if self.state is not State.FAILED:
+            self.state = State.DRAINING
+        try:
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        except TimeoutError:
+            log.warning("aborting %d requests that did not finish within %g s", len(self._open), limit_s)
+            self.abort_group(None)
+            try:
+                await asyncio.wait_for(self._idle.wait(), 5.0)
+            except TimeoutError:
+                self._fail_open("the server is shutting down")
+
+    def shut_down_engine(self) -> None:
+        """Ask every rank to end; they agree on it after the running step."""
+        for peer in [*self._leaders.values(), *(rank.peer for rank in self._ranks.values())]:
+            self._send(peer, Shutdown())
+
+    # ---- requests
+
+    def submit(self, group: str, adds: list[AddRequest], max_tokens: int, dp_rank: int | None = None) -> list[Generation]:
+        """Send the choices of one request to one replica. group: its id; max_tokens: of each choice, for the load estimate.
+
+        Raises RequestRejected when not serving, when the id is in use, or when the override names no replica.
+        """
+        if self.state is not State.READY:
+            code = "shutting_down" if self.state is State.DRAINING else "not_ready"
+            raise RequestRejected(f"the engine is {self.state.value}", code=code)
+        if dp_rank is not None and dp_rank not in self.router.reserved:
+            raise RequestRejected(
+                f"data_parallel_rank: must lie in 0..{self.dp - 1}, got {dp_rank}", param="data_parallel_rank"
+            )
+        if group in self._groups:
+            raise RequestRejected(f"request_id: {group!r} is in use", "duplicate_request_id", "request_id")
+        choice = self.router.choose(adds[0].prompt_token_ids, adds[0].salt, max_tokens, len(adds), dp_rank)
+        share, rest = divmod(choice.cost, len(adds))
+        generations = []
+        for index, add in enumerate(adds):
+            generation = Generation(add.request_id, group, choice.dp_rank, share + (rest if index == 0 else 0), add.arrival)
+            self._open[add.request_id] = generation
+            generations.append(generation)
+        self._groups[group] = len(adds)
+        self._idle.clear()
+        self.metrics.open_requests = len(self._open)
+        for add in adds:
+            if not self._send(self._leaders[choice.dp_rank], add):
+                self._fail(f"the connection to replica {choice.dp_rank} is gone")
+        for other, peer in self._leaders.items():
+            if other != choice.dp_rank:
+                self._send(peer, Wake())
+        return generations
+
+    def abort(self, generation: Generation) -> None:
+        """Drop a request; its terminal output still comes. No effect once it ended."""
+        if not generation.terminal:
+            self._send(self._leaders[generation.dp_rank], AbortRequest(generation.request_id))
+
+    def stop(self, generation: Generation, num_tokens: int) -> None:
+        """A stop string ended the text after num_tokens tokens: the request is finished, not aborted."""
+        if not generation.terminal:
+            generation.stopped_at = num_tokens
+            self._send(self._leaders[generation.dp_rank], AbortRequest(generation.request_id, "stop"))
+
+    def abort_group(self, group: str | None) -> int:
+        """Abort the choices of one request (None: of all requests); how many were open."""
+        matching = [generation for generation in self._open.values() if group is None or generation.group == group]
+        for generation in matching:
+            self.abort(generation)
+        return len(matching)
+
+    def delivered(self, generation: Generation, num_tokens: int) -> None:
+        """num_tokens more tokens of a request are on their way to its client."""
+        self.metrics.counters["generation_tokens"][generation.dp_rank] += num_tokens
+
+    def reset_prefix_cache(self) -> None:
+        for peer in self._leaders.values():
+            self._send(peer, ResetPrefixCache())
+
+    # ---- health
+
+    def check(self) -> tuple[bool, str]:
+        """(healthy, why not). Cheap: heartbeats are collected all the time, so the answer is at most as old as one."""
+        if self.state is State.FAILED:
+            return False, self.failure
+        if self.state is State.STARTING:
+            return False, "starting"
+        return True, self.state.value
+
+    def waiting_for(self) -> list[str]:
+        """What start-up waits for, one line a rank."""
+        now = time.monotonic()
+        missing = [f"rank {rank} to connect" for rank in range(self.world_size) if rank not in self._ranks]
+        return missing + [
+            f"rank {number} in {rank.phase or 'start'} for {now - rank.phase_since:.0f} s"
+            for number, rank in sorted(self._ranks.items())
+            if not rank.ready
+        ]
+
+    async def _heartbeat(self) -> None:
+        while True:
+            await asyncio.sleep(PING_INTERVAL_S)
+            self._nonce += 1
+            now = time.monotonic()
+            for number, rank in self._ranks.items():
+                self._send(rank.peer, Ping(self._nonce))
+                limit = self.config.heartbeat_s if self.state is not State.STARTING else START_HEARTBEAT_S
+                if self.state is not State.FAILED and now - rank.heard > limit:
+                    self._fail(f"rank {number} has been silent for {now - rank.heard:.1f} s: dead or frozen")
+
+    # ---- messages
+
+    def _send(self, peer: bytes, message: ToReplica) -> bool:
+        sent = self.socket.send(peer, message)
+        self._loop.call_soon(self._receive)  # the socket's descriptor is edge-triggered; a send may have eaten the edge
+        return sent
+
+    def _receive(self) -> None:
+        for peer, message in self.socket.receive():
+            self._handle(peer, message)
+
+    def _handle(self, peer: bytes, message: FromReplica) -> None:
+        if isinstance(message, Hello):
+            self._greet(peer, message)
+            return
+        if peer not in self._peers:
+            log.warning("dropped a %s from a peer that did not say hello", type(message).__name__)
+            return
+        number, channel = self._peers[peer]
+        rank = self._ranks.get(number)
+        if rank is not None:
+            rank.heard = time.monotonic()
+        match message:
+            case StepOutput() if channel == STEPS:
+                self._step(message)
+            case Pong() if rank is not None:
+                if message.busy and message.last_step_age > self.config.stall_s:
+                    self._fail(f"rank {number} has finished no step for {message.last_step_age:.0f} s")
+            case RequestFailed() if channel == STEPS:
+                self._request_failed(message)
+            case Phase() if rank is not None:
+                if message.seconds is None:
+                    rank.phase, rank.phase_since = message.name, time.monotonic()
+                rank.ready = message.name == "ready"
+                self.on_phase(message)
+                self._maybe_ready()
+            case Ready() if channel == STEPS:
+                self.ready[message.dp_rank] = message
+                self.metrics.replicas[message.dp_rank] = message
+                self._maybe_ready()
+            case EngineFailed():
+                self._fail(f"rank {number}: {message.message}")
+            case _:
+                log.warning("dropped a %s on the %s channel of rank %d", type(message).__name__, channel, number)
+
+    def _greet(self, peer: bytes, hello: Hello) -> None:
+        known = hello.channel in (STEPS, HEARTBEAT) and 0 <= hello.rank < self.world_size and 0 <= hello.dp_rank < self.dp
+        taken = any(owner == (hello.rank, hello.channel) for owner in self._peers.values())
+        if not known or taken or (hello.channel == STEPS and hello.dp_rank in self._leaders):
+            log.warning("dropped a hello of rank %d on channel %r", hello.rank, hello.channel)
+            return
+        self._peers[peer] = (hello.rank, hello.channel)
+        if hello.channel == STEPS:
+            self._leaders[hello.dp_rank] = peer
+        else:
+            self._ranks[hello.rank] = _Rank(hello.dp_rank, peer, time.monotonic(), phase_since=time.monotonic())
+
+    def _maybe_ready(self) -> None:
+        ranks_ready = len(self._ranks) == self.world_size and all(rank.ready for rank in self._ranks.values())
+        if self.state is State.STARTING and len(self.ready) == self.dp and ranks_ready:
+            self.state = State.READY
+            self.all_ready.set()
+
+    def _step(self, message: StepOutput) -> None:
+        self.metrics.step(message.stats)
+        now = time.time()
+        for output in message.outputs:
+            generation = self._open.get(output.request_id)
+            if generation is None:
+                continue
+            count = len(output.token_ids)
+            if count:
+                if generation.first_token is None:
+                    generation.first_token = now
+                    self.metrics.first_token(generation.dp_rank, output, generation.arrival, now)
+                    if count > 1:
+                        self.metrics.tokens(generation.dp_rank, count - 1, 0.0)
+                elif generation.last_token is not None:
+                    self.metrics.tokens(generation.dp_rank, count, now - generation.last_token)
+                generation.last_token = now
+            if output.finish_reason is not None:
+                if generation.stopped_at is not None:
+                    output = msgspec.structs.replace(output, finish_reason="stop", num_output_tokens=generation.stopped_at)
+                self.metrics.finish(generation.dp_rank, output, generation.arrival, generation.first_token, now)
+                generation.terminal = True
+                self._forget(generation)
+            generation.push(output, now)
+
+    def _request_failed(self, message: RequestFailed) -> None:
+        generation = self._open.get(message.request_id)
+        if generation is None:
+            return
+        self._forget(generation)
+        if message.code == "internal":
+            self.metrics.finished[generation.dp_rank, "error"] += 1
+            generation.fail(WorkerFailed(message.message))
+        else:
+            self.metrics.rejected[message.code] += 1
+            generation.fail(RequestRejected(message.message, message.code, message.param))
+
+    def _forget(self, generation: Generation) -> None:
+        del self._open[generation.request_id]
+        self._groups[generation.group] -= 1
+        if not self._groups[generation.group]:
+            del self._groups[generation.group]
+        self.router.release(generation.dp_rank, generation.cost)
+        self.metrics.open_requests = len(self._open)
+        if not self._open:
+            self._idle.set()
+
+    def _fail(self, why: str) -> None:
+        if self.state is State.FAILED:
+            return
+        log.error("the engine failed: %s", why)
+        self.state, self.failure = State.FAILED, why
+        self._fail_open(f"the engine failed: {why}")
+        self.on_failure()
+
+    def _fail_open(self, why: str) -> None:
+        for generation in list(self._open.values()):
+            self._forget(generation)
+            self.metrics.finished[generation.dp_rank, "error"] += 1
+            generation.fail(WorkerFailed(why))
+
+    def fail(self, why: str) -> None:
+        """The engine is known to be gone (its process ended)."""
+        self._fail(why)

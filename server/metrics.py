@@ -1,0 +1,230 @@
+"""Figures for Prometheus: the metric names of vLLM under our own prefix, with a label per replica.
+
+Counting is a few additions on plain Python numbers, so that no metric can raise into a request; exposition builds the
+Prometheus families from them when `/metrics` is read.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.messages import Ready, ReplicaStats, TokenOutput
+
+PREFIX = "snapmla:"
+_FIRST_TOKEN = [
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+]  # fmt: skip
+_PER_TOKEN = [
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+]  # fmt: skip
+_REQUEST = [
+    0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0,
+    960.0, 1920.0, 7680.0,
+]  # fmt: skip
+_DELIVERY = [0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0]
+_TOKENS = [float(m * 10**e) for e in range(6) for m in (1, 2, 5)] + [1e6]
+_CHOICES = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 128.0]
+
+
+class Histogram:
+    """Counts of observations in buckets, their number and sum."""
+
+    def __init__(self, bounds: list[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts under Prometheus' labels."""
+        total, out = 0, []
+        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
+            total += count
+            out.append((bound, float(total)))
+        return out
+
+
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From arrival to the first token", _FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Between tokens of a request; several tokens of one step share its time", _PER_TOKEN),
+    "request_time_per_output_token_seconds": ("Mean time per token after the first", _PER_TOKEN),
+    "e2e_request_latency_seconds": ("From arrival to the last token", _REQUEST),
+    "request_queue_time_seconds": ("From arrival to the first scheduled step", _REQUEST),
+    "request_prefill_time_seconds": ("From the first scheduled step to the first token", _REQUEST),
+    "request_decode_time_seconds": ("From the first to the last token", _REQUEST),
+    "request_inference_time_seconds": ("From the first scheduled step to the last token", _REQUEST),
+    "request_prompt_tokens": ("Prompt tokens of a request", _TOKENS),
+    "request_generation_tokens": ("Output tokens of a request", _TOKENS),
+    "request_params_n": ("Choices asked for", _CHOICES),
+    "request_params_max_tokens": ("Output limit asked for", _TOKENS),
+    "iteration_tokens_total": ("Prompt and output tokens of an engine step", _TOKENS),
+    "frontend_delivery_seconds": ("From a token's arrival at the front end to the write to its socket", _DELIVERY),
+}
+_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of requests that got a first token",
+    "prompt_tokens_cached": "Prompt tokens found in the prefix cache",
+    "generation_tokens": "Output tokens delivered to clients",
+}
+_STATS_COUNTERS = {
+    "num_preemptions": ("num_preemptions", "Sequences that gave up their cache to others"),
+    "prefix_cache_queries": ("prefix_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("prefix_hits", "Prompt tokens found there"),
+    "spec_decode_num_drafts": ("spec_drafts", "Verification passes"),
+    "spec_decode_num_draft_tokens": ("spec_draft_tokens", "Draft tokens proposed"),
+    "engine_steps": ("num_steps", "Steps of the engine"),
+    "engine_step_seconds": ("step_seconds", "Time in steps"),
+    "engine_model_seconds": ("model_seconds", "Time of the model in steps"),
+}
+_STATS_GAUGES = {
+    "num_requests_running": ("num_running", "Sequences that hold rows"),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait"),
+    "reserved_tokens": ("reserved_tokens", "Prompt and output tokens that open requests may use"),
+    "cache_blocks": ("num_blocks", "Cache blocks"),
+    "cache_blocks_free": ("num_free_blocks", "Cache blocks without content or with reusable content"),
+    "cache_blocks_reusable": ("num_cached_blocks", "Cache blocks that hold a known prefix"),
+}
+
+
+class Metrics(Collector):
+    """All figures of one server. Keys are dp_rank, or what the label says."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.histograms = {name: defaultdict(lambda b=bounds: Histogram(b)) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.counters: dict[str, dict[int, float]] = {name: defaultdict(float) for name in _COUNTERS}
+        self.finished: dict[tuple[int, str], int] = defaultdict(int)
+        self.rejected: dict[str, int] = defaultdict(int)
+        self.replicas: dict[int, Ready] = {}
+        self.stats: dict[int, ReplicaStats] = {}
+        self.start_up: dict[str, float] = {}
+        self.http: dict[tuple[str, str], int] = defaultdict(int)
+        self.open_requests = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+
+    # ---- counting
+
+    def step(self, stats: ReplicaStats) -> None:
+        before = self.stats.get(stats.dp_rank, ReplicaStats())
+        tokens = stats.prompt_tokens + stats.generation_tokens - before.prompt_tokens - before.generation_tokens
+        if stats.num_steps > before.num_steps and tokens > 0:
+            self.histograms["iteration_tokens_total"][stats.dp_rank].observe(tokens)
+        self.stats[stats.dp_rank] = stats
+
+    def first_token(self, dp_rank: int, output: TokenOutput, arrival: float, now: float) -> None:
+        self.histograms["time_to_first_token_seconds"][dp_rank].observe(now - arrival)
+        self.counters["prompt_tokens"][dp_rank] += output.num_prompt_tokens
+        self.counters["prompt_tokens_cached"][dp_rank] += output.num_cached_tokens
+
+    def tokens(self, dp_rank: int, count: int, seconds: float) -> None:
+        """count tokens came `seconds` after the one before."""
+        self.histograms["inter_token_latency_seconds"][dp_rank].observe(seconds / count, count)
+
+    def finish(self, dp_rank: int, output: TokenOutput, arrival: float, first: float | None, now: float) -> None:
+        """The terminal output of a request; first: when its first token came (None: it had none)."""
+        observe = {
+            "e2e_request_latency_seconds": now - arrival,
+            "request_prompt_tokens": output.num_prompt_tokens,
+            "request_generation_tokens": output.num_output_tokens,
+        }
+        if output.scheduled_time:
+            observe["request_queue_time_seconds"] = max(0.0, output.scheduled_time - arrival)
+            observe["request_inference_time_seconds"] = max(0.0, now - output.scheduled_time)
+            if first is not None:
+                observe["request_prefill_time_seconds"] = max(0.0, first - output.scheduled_time)
+        if first is not None:
+            observe["request_decode_time_seconds"] = now - first
+            if output.num_output_tokens > 1:
+                observe["request_time_per_output_token_seconds"] = (now - first) / (output.num_output_tokens - 1)
+        for name, value in observe.items():
+            self.histograms[name][dp_rank].observe(value)
+        self.finished[dp_rank, output.finish_reason or "error"] += 1
+
+    # ---- reading
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        model = self.model_name
+        for name, (text, _) in _HISTOGRAMS.items():
+            family = HistogramMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
+            for rank, histogram in sorted(self.histograms[name].items()):
+                family.add_metric([str(rank), model], histogram.buckets(), histogram.sum)
+            yield family
+        for name, text in _COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
+            for rank in sorted(self.replicas):
+                counter.add_metric([str(rank), model], self.counters[name][rank])
+            yield counter
+        for name, (field, text) in _STATS_COUNTERS.items():
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
+            for rank, stats in sorted(self.stats.items()):
+                counter.add_metric([str(rank), model], getattr(stats, field))
+            yield counter
+        for name, (field, text) in _STATS_GAUGES.items():
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
+            for rank, stats in sorted(self.stats.items()):
+                gauge.add_metric([str(rank), model], getattr(stats, field))
+            yield gauge
+        yield from self._derived()
+
+    def _derived(self) -> Iterator[Metric]:
+        model = self.model_name
+        usage = GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc", "Part of the cache that live requests hold, 0 to 1", labels=["engine", "model_name"]
+        )
+        accepted = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens", "Draft tokens accepted", labels=["engine", "model_name"]
+        )
+        positions = CounterMetricFamily(
+            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted at each position",
+            labels=["engine", "model_name", "position"],
+        )
+        for rank, stats in sorted(self.stats.items()):
+            if stats.num_blocks:
+                usage.add_metric([str(rank), model], 1.0 - stats.num_free_blocks / stats.num_blocks)
+            accepted.add_metric([str(rank), model], sum(stats.spec_accepted_per_pos))
+            for position, count in enumerate(stats.spec_accepted_per_pos):
+                positions.add_metric([str(rank), model, str(position)], count)
+        yield from (usage, accepted, positions)
+
+        success = CounterMetricFamily(
+            PREFIX + "request_success", "Requests that ended, by reason", labels=["engine", "model_name", "finished_reason"]
+        )
+        for (rank, reason), count in sorted(self.finished.items()):
+            success.add_metric([str(rank), model, reason], count)
+        yield success
+        rejections = CounterMetricFamily(PREFIX + "admission_rejections", "Requests refused", labels=["model_name", "reason"])
+        for reason, count in sorted(self.rejected.items()):
+            rejections.add_metric([model, reason], count)
+        yield rejections
+        responses = CounterMetricFamily(PREFIX + "http_requests", "HTTP responses", labels=["handler", "status"])
+        for (handler, status), count in sorted(self.http.items()):
+            responses.add_metric([handler, status], count)
+        yield responses
+        yield GaugeMetricFamily(PREFIX + "open_requests", "Choices the front end waits for", value=self.open_requests)
+        phases = GaugeMetricFamily(PREFIX + "startup_phase_seconds", "Slowest rank's time in a phase", labels=["phase"])
+        for phase, seconds in self.start_up.items():
+            phases.add_metric([phase], seconds)
+        yield phases
+        info = InfoMetricFamily(PREFIX + "cache_config", "Cache of a replica", labels=["engine", "model_name"])
+        for rank, ready in sorted(self.replicas.items()):
+            fields = {"num_blocks": ready.num_blocks, "block_size": 64, "cache_format": ready.cache_format}
+            info.add_metric([str(rank), model], {name: str(value) for name, value in fields.items()})
+        yield info
