@@ -292,7 +292,8 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMSNorm over the last dimension, after adding `residual` if given.
 
-    x: BF16|FP32 [..., D]; the sum of squares is FP32. Returns (normalized, x + residual), both in x's dtype.
+    x: BF16|FP32 [..., D], any row stride; weight: BF16|FP32 [D]; the sum of squares and the product with the weight are
+    FP32. Returns (normalized, x + residual), both in x's dtype.
     """
     _require(weight.shape == x.shape[-1:], "rms_norm", f"weight must be [{x.shape[-1]}], got {tuple(weight.shape)}")
     _require(residual is None or residual.shape == x.shape, "rms_norm", "residual must have x's shape")

@@ -1,0 +1,28 @@
+"""Plain torch implementation of every operation, on any device: the CPU backend and the oracle of the CUDA kernels.
+
+Functions take the arguments that `kernels.ops` has checked and documents; contracts are not repeated here.
+On a CUDA device some of them read lengths back to the host, so they do not go into a captured graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe
+
+OPS: dict[str, Callable[..., Any]] = {
+    "quantize_q": latent.quantize_q,
+    "append_kv": latent.append_kv,
+    "fetch_dequant": latent.fetch_dequant,
+    "plan_decode": mla_decode.plan_decode,
+    "mla_decode": mla_decode.mla_decode,
+    "prefill_attention": attention.prefill_attention,
+    "merge_attention": attention.merge_attention,
+    "rms_norm": elementwise.rms_norm,
+    "rope": elementwise.rope,
+    "silu_and_mul": elementwise.silu_and_mul,
+    "linear": linear.linear,
+    "route": moe.route,
+    "grouped_mlp": moe.grouped_mlp,
+}

@@ -1,0 +1,44 @@
+"""RMSNorm, rotary embedding and the gated activation, all in FP32 inside."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of the last dimension in FP32, not rounded to x's dtype."""
+    return F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps)
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if residual is not None:
+        x = x + residual
+    return normalize(x, weight, eps).to(x.dtype), x
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """`rope` in FP32, not rounded to x's dtype."""
+    angles = cos_sin.index_select(0, positions)
+    if x.ndim == 3:
+        angles = angles.unsqueeze(1)
+    cos, sin = angles.chunk(2, dim=-1)
+    x = x.float()
+    if interleaved:
+        first, second = x[..., 0::2], x[..., 1::2]
+        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    return rotate(x, positions, cos_sin, interleaved=interleaved).to(x.dtype)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if gate_up.dtype == torch.float32:
+        return F.silu(gate).mul_(up)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)

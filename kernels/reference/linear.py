@@ -1,0 +1,23 @@
+"""Dense products with plain and with block-scaled FP8 weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kernels.layout import AMAX_FLOOR, FP8, FP8_MAX, WEIGHT_BLOCK, BlockScaledWeight, Weight
+
+
+def quantize_activations(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as the FP8 product sees it, FP32: E4M3 with one scale per token and 128 channels, amax floored at 1e-4."""
+    width = x.shape[-1]
+    groups = F.pad(x.float(), (0, -width % WEIGHT_BLOCK)).unflatten(-1, (-1, WEIGHT_BLOCK))
+    scale = groups.abs().amax(dim=-1, keepdim=True).clamp_min(AMAX_FLOOR) / FP8_MAX
+    codes = (groups / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return (codes.float() * scale).flatten(-2)[..., :width]
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    if isinstance(weight, BlockScaledWeight):
+        return F.linear(quantize_activations(x), weight.dequantize()).to(x.dtype)
+    return F.linear(x, weight)

@@ -1,0 +1,86 @@
+"""Expert choice and the grouped expert MLP."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.layout import BlockScaledWeight, Weight
+from kernels.reference.elementwise import silu_and_mul
+from kernels.reference.linear import linear
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = logits.sigmoid() if scoring == "sigmoid" else logits.softmax(dim=-1)
+    choice = scores if bias is None else scores + bias
+    if num_groups > 1:
+        grouped = choice.unflatten(-1, (num_groups, -1))
+        if bias is None:
+            group_score = grouped.amax(dim=-1)
+        else:
+            group_score = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(dim=-1)
+        dropped = torch.ones_like(group_score, dtype=torch.bool)
+        dropped.scatter_(-1, group_score.topk(top_groups, dim=-1, sorted=False).indices, False)
+        choice = grouped.masked_fill(dropped.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = choice.topk(top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * scaling_factor, ids.int()
+
+
+def grouped_mlp(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+) -> torch.Tensor:
+    """Token and expert pairs are sorted by expert, so each expert that is hit costs two products over a slice."""
+    tokens, top_k = ids.shape
+    num_experts = (gate_up.data if isinstance(gate_up, BlockScaledWeight) else gate_up).shape[0]
+    if tokens == 0:
+        return torch.zeros_like(x)
+    expert = ids.flatten().long() - first_expert
+    expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)  # the last bin is nobody's
+    order = expert.argsort(stable=True)
+    counts = torch.bincount(expert, minlength=num_experts + 1).tolist()  # the one host read
+    local = tokens * top_k - counts.pop()
+
+    pairs = x[order[:local] // top_k]
+    outputs = x.new_zeros(tokens * top_k, x.shape[1])
+    outputs[order[:local]] = _mlp_of_slices(pairs, counts, gate_up, down)
+    return torch.einsum("tk,tkd->td", weights, outputs.view(tokens, top_k, -1).float()).to(x.dtype)
+
+
+def _mlp_of_slices(x: torch.Tensor, counts: list[int], gate_up: Weight, down: Weight) -> torch.Tensor:
+    """Expert e's MLP of its `counts[e]` consecutive rows of x."""
+    hit = [(e, rows) for e, rows in enumerate(counts) if rows]
+    if isinstance(gate_up, BlockScaledWeight) or isinstance(down, BlockScaledWeight):
+        slices = x.split([rows for _, rows in hit])
+        return torch.cat([_expert_mlp(rows, gate_up, down, e) for (e, _), rows in zip(hit, slices)]) if hit else x
+    hidden = x.new_empty(x.shape[0], gate_up.shape[1])
+    start = 0
+    for e, rows in hit:
+        torch.mm(x[start : start + rows], gate_up[e].t(), out=hidden[start : start + rows])
+        start += rows
+    hidden = silu_and_mul(hidden)
+    out = x.new_empty(x.shape[0], down.shape[1])
+    start = 0
+    for e, rows in hit:
+        torch.mm(hidden[start : start + rows], down[e].t(), out=out[start : start + rows])
+        start += rows
+    return out
+
+
+def _expert_mlp(x: torch.Tensor, gate_up: Weight, down: Weight, e: int) -> torch.Tensor:
+    return linear(silu_and_mul(linear(x, _expert(gate_up, e))), _expert(down, e))
+
+
+def _expert(weight: Weight, e: int) -> Weight:
+    return BlockScaledWeight(weight.data[e], weight.scale[e]) if isinstance(weight, BlockScaledWeight) else weight[e]
