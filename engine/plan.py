@@ -41,7 +41,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     sample: logits of the last token are sampled (False inside a chunked prompt)
     num_drafts: draft tokens to verify (rows of a decode sequence: 1 + num_drafts)
     prompt_logprobs: logits of every token are scored against next_token_ids
-    next_token_ids: for prompt_logprobs: the prompt tokens that follow each token of the chunk
+    next_token_ids: for prompt_logprobs, and for the draft layer under speculation: the known tokens that follow each token
+        of the chunk; one fewer than token_ids where the chunk's last token is the last known one
     """
 
     row: int
@@ -101,7 +102,10 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
-    """Results in the plan's order, for sampled rows only; model_seconds is device and launch time of the step."""
+    """Results in the plan's order, for rows that sample or score their prompt, and for any row that failed.
+
+    model_seconds is device and launch time of the step.
+    """
 
     step: int
     rows: list[RowResult]
