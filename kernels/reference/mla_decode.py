@@ -153,7 +153,8 @@ def _attend_fp8(
     sums = p.div(key_scale.view(b, 1, -1, p_block)).sum(dim=-1, keepdim=True)
     total = (weight * sums).sum(dim=-2).squeeze(-1)
     p = e4m3_as_half(p.to(FP8)).mul_(weight).flatten(-2)
-    out = torch.bmm(p, keys) * (E4M3_AS_HALF * E4M3_AS_HALF / total.clamp_min(torch.finfo(torch.float32).tiny)).unsqueeze(-1)
+    inverse = (E4M3_AS_HALF * E4M3_AS_HALF / total).masked_fill_(total == 0.0, 0.0)  # a row without a token gives zeros
+    out = torch.bmm(p, keys).mul_(inverse.unsqueeze(-1))
     lse = _LN2 * (top.flatten(-3).view(b, s * h) - math.log2(FP8_MAX) + total.log2())
     return out.view(b, s, h, c), lse.view(b, s, h)
 
