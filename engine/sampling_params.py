@@ -106,6 +106,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         """Whether the sampler must know which tokens occurred so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether a rank must be told the tokens so far when the sequence takes a row."""
+        return self.needs_token_counts or self.grammar is not None
+
     def for_choice(self, index: int) -> SamplingParams:
         """Parameters of choice `index` of n: n = 1 and, for index > 0, a seed derived from (seed, index)."""
         seed = self.seed
