@@ -155,10 +155,15 @@ class BlockManager:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
-    def forget(self, block_ids: Sequence[int]) -> None:
-        """Make used blocks unfindable, because their content is in doubt."""
-        for block in block_ids:
-            self._drop_digest(block)
+    def forget(self, digests: Sequence[bytes]) -> None:
+        """Make blocks unfindable, because their content is in doubt."""
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is not None:
+                self._drop_digest(block)
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
 
     def reset_prefix_cache(self) -> None:
         """Free every cached block. Blocks in use stay findable."""

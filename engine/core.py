@@ -1,0 +1,97 @@
+"""The engine loop of one replica: the scheduler's plans go to the executor, its results come back as messages.
+
+Asynchronous: one plan stays in flight, so that the host schedules step n + 1 and handles the tokens of step n - 1 while
+the device computes step n. Synchronous: each step's result is awaited. Both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from typing import Protocol
+
+import msgspec
+
+from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
+from engine.plan import StepPlan, StepResult
+from engine.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """What runs plans. engine/executor.py has the real one, which host files cannot import."""
+
+    def submit(self, plan: StepPlan) -> None:
+        """Hand over a plan without waiting for its result."""
+
+    def collect(self) -> StepResult:
+        """Wait for the result of the oldest plan that was submitted and not collected."""
+
+
+class EngineCore:
+    """Not thread-safe: one loop calls everything. A failure of the executor passes through and ends the engine.
+
+    lockstep: several replicas step together, so empty plans are executed too and `step` is called without work as well
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, *, asynchronous: bool, lockstep: bool = False) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = 2 if asynchronous else 1  # plans in flight before one must be collected
+        self._lockstep = lockstep
+        self._plans: deque[StepPlan] = deque()
+        self._step_seconds = 0.0
+        self._leak_reported = False
+
+    def add(self, request: AddRequest) -> None:
+        """Queue a request. Raises RequestRejected: the caller then owes the terminal message."""
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str, reason: str = "abort") -> TokenOutput | None:
+        """Drop a request. Returns its terminal output, None if it is not live (any more)."""
+        return self._scheduler.abort(request_id, reason)
+
+    def abort_all(self) -> list[TokenOutput]:
+        """Drop every live request and return their terminal outputs."""
+        return self._scheduler.abort_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes that no live request uses."""
+        self._scheduler.reset_prefix_cache()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is live or a step that is no mere lockstep is in flight."""
+        return self._scheduler.has_work or any(not plan.is_empty for plan in self._plans)
+
+    def step(self) -> list[TokenOutput | RequestFailed]:
+        """Submit the next plan and return the outputs of the oldest result that is due, if any."""
+        started = time.perf_counter()
+        submitted = False
+        if not self._scheduler.must_wait:
+            plan = self._scheduler.schedule()
+            if self._lockstep or not plan.is_empty:
+                self._executor.submit(plan)
+                self._plans.append(plan)
+                submitted = True
+        outputs: list[TokenOutput | RequestFailed] = []
+        if self._plans and (len(self._plans) >= self._depth or not submitted):
+            outputs = self._scheduler.update(self._plans.popleft(), self._executor.collect())
+        if not self._scheduler.has_work:
+            self._report_leak()
+        self._step_seconds += time.perf_counter() - started
+        return outputs
+
+    def stats(self) -> ReplicaStats:
+        """Load now and totals since start; step_seconds is the time spent in `step`."""
+        return msgspec.structs.replace(self._scheduler.stats(), step_seconds=self._step_seconds)
+
+    def _report_leak(self) -> None:
+        """Without requests no block may be in use. If one is, say so once and go on: a leak is no reason to stop serving."""
+        stats = self._scheduler.stats()
+        used = stats.num_blocks - stats.num_free_blocks - stats.num_cached_blocks
+        if used and not self._leak_reported:
+            self._leak_reported = True
+            logger.error("cache leak: %d of %d blocks are in use without a request", used, stats.num_blocks)
