@@ -132,8 +132,10 @@ class SamplingState:
         if "draws" in tensors:
             filters = None
             if "filters" in tensors:
-                filters = Filters(*tensors["filters"], max_top_k=lists.max_top_k, open_top_p=lists.open_top_p)
-            draws = Draws(*tensors["draws"], filters=filters)
+                lines, min_p, top_k, top_p = tensors["filters"]
+                filters = Filters(lines, min_p, top_k, top_p, lists.max_top_k, lists.open_top_p)
+            lines, temperature, seeds = tensors["draws"]
+            draws = Draws(lines, temperature, seeds, filters)
         mask_rows, masks = tensors.get("masks", (None, None))
         return SamplingBatch(
             draws=draws,

@@ -1,0 +1,377 @@
+"""Executes step plans on one rank: plan -> ForwardBatch -> logits -> tokens.
+
+Owns the device tables of the rows: block tables and last tokens, a pure function of the plans received. Sampled tokens
+stay on the device for the next step, so a plan may follow before the host has seen the last result. `run` only enqueues
+work; `PendingStep.wait` brings the result. Does not schedule, and knows no other replica.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from models.causal_lm import CausalLM
+
+from engine.kv_cache import KVCache
+from engine.messages import TokenLogprob
+from engine.plan import RowResult, SequenceStep, StepPlan, StepResult
+from engine.sampler import TokenScores, sample, score
+from engine.sampling_state import Matcher, SamplingState
+from engine.staging import HostCopy, to_device
+from kernels import ops
+from kernels.layout import BLOCK_SIZE
+from models.batch import AttentionMetadata, ContextPiece, ForwardBatch, PrefillMetadata
+from models.config import ModelConfig
+from models.parallel import ParallelContext
+
+CONTEXT_TOKENS = 8192  # cached tokens expanded at once before a prefill chunk; bounds the workspace of long contexts
+_SCORED_BYTES = 64 << 20  # logits of prompt tokens held at once
+
+BROKEN_ROW = "the model's output for this sequence is not finite, or no token is allowed"
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Log probabilities of consecutive lines of one kind: sampled rows, or a chunk of one sequence's prompt."""
+
+    rows: list[int]  # row of each line
+    tokens: torch.Tensor
+    scores: TokenScores
+
+    def tensors(self) -> list[torch.Tensor]:
+        s = self.scores
+        return [self.tokens, s.logprob, s.rank, s.top_ids, s.top_logprobs]
+
+
+@dataclass
+class PendingStep:
+    """A step whose device work is enqueued. Only the leader's holds a result worth waiting for."""
+
+    plan: StepPlan
+    sampled_rows: list[int]
+    prompt_tops: dict[int, int]  # row -> alternatives wanted for its prompt tokens
+    sampled_tops: dict[int, int]
+    copies: HostCopy
+    num_scored: list[tuple[bool, list[int]]]  # (of a prompt?, row of each line), in the order of the copies
+    timer: _Timer
+    matchers: list[tuple[int, Matcher]] = field(default_factory=list)  # line of a grammar's row, and its matcher
+
+    def tokens(self) -> list[int]:
+        """Sampled tokens in the order of sampled_rows, -1 for a broken row."""
+        return self.copies.wait()[0].tolist()
+
+    def wait(self) -> StepResult:
+        """Block until the device is done, and write the result in the plan's order."""
+        copied = iter(self.copies.wait())
+        tokens = dict(zip(self.sampled_rows, next(copied).tolist()))
+        sampled: dict[int, list[TokenLogprob]] = {}
+        prompts: dict[int, list[TokenLogprob]] = {}
+        for of_prompt, rows in self.num_scored:
+            tops, into = (self.prompt_tops, prompts) if of_prompt else (self.sampled_tops, sampled)
+            columns: list[list] = [next(copied).tolist() for _ in range(5)]
+            for row, token, logprob, rank, ids, values in zip(rows, *columns):
+                entry = TokenLogprob(token, logprob, rank, list(zip(ids, values))[: tops[row]])
+                into.setdefault(row, []).append(entry)
+        results = []
+        for step in (*self.plan.decodes, *self.plan.prefills):
+            token = tokens.get(step.row)
+            if token is None and step.row not in prompts:
+                continue
+            broken = token == -1
+            results.append(
+                RowResult(
+                    step.row,
+                    [] if token is None or broken else [token],
+                    logprobs=None if broken else sampled.get(step.row),
+                    prompt_logprobs=prompts.get(step.row),
+                    error=BROKEN_ROW if broken else None,
+                )
+            )
+        return StepResult(self.plan.step, results, self.timer.seconds())
+
+
+class _Timer:
+    """Seconds between construction and `stop`: on the device where there is one, else on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = None
+        if device.type == "cuda":
+            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+            self._events[0].record()
+        self._start = time.perf_counter()
+        self._host_seconds = 0.0
+
+    def stop(self) -> None:
+        self._host_seconds = time.perf_counter() - self._start
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        if self._events is None:
+            return self._host_seconds
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1]) / 1e3
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Device inputs of a step, made by `ModelRunner._fill` alone.
+
+    sample_index, sample_rows, sample_positions: int64 [n]  line of the hidden states, row, and position of the new token
+    """
+
+    batch: ForwardBatch
+    sample_index: torch.Tensor
+    sample_rows: torch.Tensor
+    sample_positions: torch.Tensor
+
+
+class ModelRunner:
+    """One rank's model, cache and row tables.
+
+    matcher: makes the Matcher of a request's grammar; None where grammars are refused
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        model_config: ModelConfig,
+        cache: KVCache,
+        parallel: ParallelContext,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        device: torch.device,
+        context_tokens: int = CONTEXT_TOKENS,
+        matcher: Callable[[str], Matcher] | None = None,
+    ) -> None:
+        self.model = model
+        self.cache = cache
+        self.device = device
+        self.parallel = parallel
+        self._vocab_size = model_config.vocab_size
+        self._local_heads = model_config.num_heads // parallel.tp
+        self._context_tokens = max(BLOCK_SIZE, context_tokens // BLOCK_SIZE * BLOCK_SIZE)
+        max_blocks = -(-max_model_len // BLOCK_SIZE)
+        # The host's copy of the table turns positions into slots; the device's serves attention. Both follow the plans.
+        self._host_table = np.full((max_num_seqs, max_blocks), cache.null_block, dtype=np.int32)
+        self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._block_table = torch.full((max_num_seqs, max_blocks), cache.null_block, dtype=torch.int32, device=device)
+        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._leads = parallel.tp_rank == 0
+        self._sampling = SamplingState(self._vocab_size, device, matcher)
+        self._latest: PendingStep | None = None  # the step before, whose tokens grammars have not seen yet
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> PendingStep:
+        """Enqueue one step; all ranks of a replica run the same plan. A plan without rows still takes part in collectives."""
+        timer = _Timer(self.device)
+        self._take_rows(plan)
+        inputs = self._fill(plan)
+        hidden = self.model.forward(inputs.batch)
+        steps = (*plan.decodes, *plan.prefills)
+        sampled_rows = [step.row for step in steps if step.sample]
+        scored = self._score_prompts(plan, hidden)
+        tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        matchers: list[tuple[int, Matcher]] = []
+        if sampled_rows:
+            logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
+            if self._leads:
+                tokens, matchers = self._sample(logits, inputs.sample_positions, sampled_rows, scored)
+            else:
+                tokens = torch.empty(len(sampled_rows), dtype=torch.int64, device=self.device)
+            tokens = self.parallel.tp_broadcast(tokens)
+            self._last_tokens.index_copy_(0, inputs.sample_rows, tokens.clamp(min=0))
+        timer.stop()
+        self._latest = PendingStep(
+            plan,
+            sampled_rows,
+            {step.row: step.prompt_logprobs for step in plan.prefills if step.prompt_logprobs is not None},
+            {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None} if self._leads else {},
+            HostCopy([tokens, *(tensor for _, part in scored for tensor in part.tensors())]),
+            [(of_prompt, part.rows) for of_prompt, part in scored],
+            timer,
+            matchers,
+        )
+        return self._latest
+
+    # ---- rows
+
+    def _take_rows(self, plan: StepPlan) -> None:
+        """Follow the plan's differences: freed rows, then new sequences, then new blocks on the host's table."""
+        for row in plan.freed_rows:
+            self._num_blocks[row] = 0
+            if self._leads:
+                self._sampling.free(row)
+        for new in plan.new_sequences:
+            self._num_blocks[new.row] = 0
+            if self._leads:
+                self._sampling.start(new)
+        for step in (*plan.decodes, *plan.prefills):
+            if step.new_blocks:
+                first, count = int(self._num_blocks[step.row]), len(step.new_blocks)
+                self._host_table[step.row, first : first + count] = step.new_blocks
+                self._num_blocks[step.row] = first + count
+
+    # ---- inputs
+
+    def _fill(self, plan: StepPlan) -> _Inputs:
+        """Write the device inputs of a step: everything travels in one copy."""
+        decodes, prefills = plan.decodes, plan.prefills
+        num_decodes = len(decodes)
+        ids, positions, token_rows = _tokens_of(decodes, prefills)
+        slots = self._host_table[token_rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
+        decode_rows, decode_positions = token_rows[:num_decodes], positions[:num_decodes]
+        chunk_lens = np.array([step.num_tokens for step in prefills], dtype=np.int64)
+        chunk_ends = num_decodes + np.cumsum(chunk_lens)
+        sampled = np.array([step.sample for step in (*decodes, *prefills)], dtype=bool)
+        last_lines = np.concatenate((np.arange(num_decodes), chunk_ends - 1))[sampled]
+        contexts = np.array([step.num_computed for step in prefills], dtype=np.int64)
+        pieces = plan_context(contexts, self._context_tokens)
+        prefill_rows = np.array([step.row for step in prefills], dtype=np.int64)
+
+        arrays = [
+            ids, positions, slots,
+            decode_rows, (decode_positions + 1).astype(np.int32),
+            prefill_rows, _cumulative(chunk_lens),
+            last_lines, token_rows[last_lines], positions[last_lines] + 1,
+            *_new_blocks_of(plan, self._num_blocks),
+            *(part for starts, lens in pieces for part in (starts.astype(np.int32), _cumulative(lens))),
+        ]  # fmt: skip
+        moved = to_device(arrays, self.device)
+        d_ids, d_positions, d_slots, d_decode_rows, seq_lens, d_prefill_rows, cu_lens_q = moved[:7]
+        sample_index, sample_rows, sample_positions, table_rows, table_columns, table_blocks = moved[7:13]
+
+        self._block_table.index_put_((table_rows, table_columns), table_blocks)
+        # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
+        known = d_ids[:num_decodes]
+        torch.where(known < 0, self._last_tokens.index_select(0, d_decode_rows), known, out=known)
+
+        prefill = None
+        if prefills:
+            context = [
+                ContextPiece(starts, cu_lens, int(lens.sum()), int(lens.max()))
+                for starts, cu_lens, (_, lens) in zip(moved[13::2], moved[14::2], pieces)
+            ]
+            prefill = PrefillMetadata(self._table_of(d_prefill_rows, prefill_rows), cu_lens_q, int(chunk_lens.max()), context)
+        decode_plan = None
+        if decodes:
+            decode_plan = ops.plan_decode(seq_lens, query_len=1, num_heads=self._local_heads, fmt=self.cache.format)
+        attention = AttentionMetadata(
+            num_decode_seqs=num_decodes,
+            query_len=1,
+            slots=d_slots,
+            block_table=self._table_of(d_decode_rows, decode_rows),
+            seq_lens=seq_lens,
+            num_query=None,
+            decode_plan=decode_plan,
+            prefill=prefill,
+        )
+        ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
+        batch = ForwardBatch(d_ids, d_positions, attention, self.cache.layers, ep_rows=ep_rows)
+        return _Inputs(batch, sample_index, sample_rows, sample_positions)
+
+    def _table_of(self, device_rows: torch.Tensor, host_rows: np.ndarray) -> torch.Tensor:
+        """int32 [rows, widest]: block tables of some rows, cut to the longest of them."""
+        widest = int(self._num_blocks[host_rows].max()) if len(host_rows) else 1
+        return self._block_table[:, :widest].index_select(0, device_rows)
+
+    # ---- outputs
+
+    def _sample(
+        self, logits: torch.Tensor, positions: torch.Tensor, rows: list[int], scored: list[tuple[bool, _Scored]]
+    ) -> tuple[torch.Tensor, list[tuple[int, Matcher]]]:
+        """Sample `rows`, one line of FP32 logits [n, vocab] each; log probabilities are added to `scored`."""
+        batch = self._sampling.batch(rows)
+        matchers: list[tuple[int, Matcher]] = []
+        if self._sampling.any_grammar:
+            # The forward pass is already enqueued, so waiting for the step before it costs the device nothing.
+            if self._latest is not None and self._latest.matchers:
+                before = self._latest.tokens()
+                for line, matcher in self._latest.matchers:
+                    if before[line] >= 0:
+                        matcher.advance(before[line])
+            batch = self._sampling.with_grammars(batch, rows)
+            matchers = [(line, m) for line, row in enumerate(rows) if (m := self._sampling.matcher(row)) is not None]
+        tokens = sample(logits, positions, batch, self._sampling.counts)
+        if batch.logprob_rows is not None:
+            lines = batch.logprob_rows
+            wanted = [row for row in rows if self._sampling.num_logprobs(row) is not None]
+            chosen = tokens.index_select(0, lines)
+            scores = score(logits.index_select(0, lines), chosen, batch.num_logprobs)
+            scored.append((False, _Scored(wanted, chosen, scores)))
+        return tokens, matchers
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[bool, _Scored]]:
+        """Log probabilities of the prompt tokens that follow each token of a chunk, a bounded number of rows at a time."""
+        scored: list[tuple[bool, _Scored]] = []
+        start = len(plan.decodes)
+        lines_at_once = max(1, _SCORED_BYTES // (4 * self._vocab_size))
+        for step in plan.prefills:
+            if step.prompt_logprobs is not None and step.next_token_ids:
+                (following,) = to_device([np.array(step.next_token_ids, dtype=np.int64)], self.device)
+                for at in range(0, len(step.next_token_ids), lines_at_once):
+                    tokens = following[at : at + lines_at_once]
+                    logits = self.model.logits(hidden[start + at : start + at + len(tokens)])
+                    if self._leads:
+                        scores = score(logits, tokens, step.prompt_logprobs)
+                        scored.append((True, _Scored([step.row] * len(tokens), tokens, scores)))
+            start += step.num_tokens
+        return scored
+
+
+def _tokens_of(decodes: Sequence[SequenceStep], prefills: Sequence[SequenceStep]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(token ids, positions, rows) of every query token, int64 [T], decode rows first; -1 where the rank knows the token."""
+    count = len(decodes)
+    parts = [
+        np.fromiter((s.token_ids[0] if s.token_ids else -1 for s in decodes), np.int64, count),
+        np.fromiter((s.num_computed for s in decodes), np.int64, count),
+        np.fromiter((s.row for s in decodes), np.int64, count),
+    ]
+    if not prefills:
+        return parts[0], parts[1], parts[2]
+    ids = [np.array(s.token_ids, dtype=np.int64) for s in prefills]
+    positions = [np.arange(s.num_computed, s.num_computed + s.num_tokens) for s in prefills]
+    rows = [np.full(s.num_tokens, s.row, dtype=np.int64) for s in prefills]
+    return tuple(np.concatenate((part, *chunks)) for part, chunks in zip(parts, (ids, positions, rows)))  # type: ignore[return-value]
+
+
+def _new_blocks_of(plan: StepPlan, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(row int64, column int64, block int32) of every block the plan adds; num_blocks counts them already."""
+    rows, columns, blocks = [], [], []
+    for step in (*plan.decodes, *plan.prefills):
+        if count := len(step.new_blocks):
+            rows += [step.row] * count
+            columns += range(int(num_blocks[step.row]) - count, int(num_blocks[step.row]))
+            blocks += step.new_blocks
+    return np.array(rows, np.int64), np.array(columns, np.int64), np.array(blocks, np.int32)
+
+
+def _cumulative(lens: np.ndarray) -> np.ndarray:
+    """int32 [P + 1] cumulative sums of lens [P], from 0."""
+    sums = np.zeros(len(lens) + 1, dtype=np.int32)
+    np.cumsum(lens, out=sums[1:])
+    return sums
+
+
+def plan_context(lens: np.ndarray, most: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Cut the cached contexts of the prefill chunks, lens int64 [P] tokens, into pieces of at most `most` tokens in all.
+
+    Returns (starts [P], lens [P]) per piece. Contexts are taken in order, and cut at block borders only.
+    """
+    pieces = []
+    done = np.zeros_like(lens)
+    while (done < lens).any():
+        room, take = most, np.zeros_like(lens)
+        for i in np.flatnonzero(done < lens):
+            left = int(lens[i] - done[i])
+            take[i] = left if left <= room else room // BLOCK_SIZE * BLOCK_SIZE
+            room -= int(take[i])
+            if room < BLOCK_SIZE:
+                break
+        pieces.append((done.copy(), take))
+        done = done + take
+    return pieces
