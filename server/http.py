@@ -1,0 +1,176 @@
+"""What every HTTP request meets before a route: request id, bounds, API key, access log. Plain ASGI, no per-chunk cost."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from hashlib import sha256
+from logging.handlers import QueueHandler, QueueListener
+from queue import SimpleQueue
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.metrics import Metrics
+
+OPEN_PATHS = ("/health", "/ready")  # what a probe without a key may see
+MAX_REQUEST_ID_CHARS = 128
+_json = msgspec.json.Encoder().encode
+
+
+def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+    """An error in OpenAI's shape."""
+    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+class BodyTooLarge(Exception):
+    """More body arrived than ServerConfig.max_body_bytes; the app answers 413."""
+
+
+class AccessLog:
+    """One JSON line per finished request, written by a thread so that a slow terminal never slows a token."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        queue: SimpleQueue[Any] = SimpleQueue()
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._listener = QueueListener(queue, handler)
+        self._log = logging.getLogger("server.access")
+        self._log.propagate = False
+        self._log.setLevel(logging.INFO)
+        self._log.handlers = [QueueHandler(queue)]
+
+    def start(self) -> None:
+        if self.enabled:
+            self._listener.start()
+
+    def close(self) -> None:
+        if self.enabled:
+            self._listener.stop()
+
+    def write(self, fields: dict[str, Any]) -> None:
+        if self.enabled:
+            self._log.info(_json({name: value for name, value in fields.items() if value is not None}).decode())
+
+
+class Door:
+    """The outermost ASGI layer.
+
+    api_keys: any of them opens every path but OPEN_PATHS; compared by digest, so time tells nothing about a key
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: tuple[str, ...],
+        max_body_bytes: int,
+        max_header_bytes: int,
+        metrics: Metrics,
+        access_log: AccessLog,
+    ) -> None:
+        self._app = app
+        self._keys = [sha256(key.encode("utf-8", "surrogateescape")).digest() for key in api_keys]
+        self._max_body_bytes, self._max_header_bytes = max_body_bytes, max_header_bytes
+        self._metrics, self._access_log = metrics, access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        began = time.time()
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        notes: dict[str, Any] = {}
+        scope["state"] = {**scope.get("state", {}), "arrival": began, "notes": notes, "request_id": _request_id(headers)}
+        status = 500
+
+        async def reply(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", scope["state"]["request_id"].encode())]
+            await send(message)
+
+        try:
+            refusal = self._refusal(scope["path"], headers)
+            if refusal is not None:
+                await _respond(reply, *refusal)
+            else:
+                await self._app(scope, self._bounded(receive), reply)
+        finally:
+            route = scope.get("route")
+            path = getattr(route, "path", "other")
+            self._metrics.http[path, str(status)] += 1
+            client = scope.get("client")
+            self._access_log.write(
+                {
+                    "time": round(began, 3),
+                    "request_id": scope["state"]["request_id"],
+                    "client": client[0] if client else None,
+                    "method": scope["method"],
+                    "path": scope["path"][:256],
+                    "status": status,
+                    "seconds": round(time.time() - began, 4),
+                    **notes,
+                }
+            )
+
+    def _refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes] | None:
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > self._max_header_bytes:
+            text = f"the headers have {size} bytes; at most {self._max_header_bytes} are taken"
+            return 431, error_body(text, "invalid_request_error", "headers_too_large")
+        length = next((value for name, value in headers if name == b"content-length"), b"0")
+        if not length.isdigit() or int(length[:20]) > self._max_body_bytes:
+            text = f"the body is larger than {self._max_body_bytes} bytes"
+            return 413, error_body(text, "invalid_request_error", "body_too_large")
+        if self._keys and path not in OPEN_PATHS:
+            given = next((value for name, value in headers if name == b"authorization"), b"")
+            scheme, _, key = given.partition(b" ")
+            digest = sha256(key.strip()).digest()
+            right = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them, whatever the first says
+            if scheme.lower() != b"bearer" or not any(right):
+                return 401, error_body(
+                    "a valid API key is needed: Authorization: Bearer KEY", "authentication_error", "invalid_api_key"
+                )
+        return None
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive` that stops a body without a Content-Length at the same limit."""
+        seen = 0
+
+        async def bounded() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._max_body_bytes:
+                    raise BodyTooLarge(f"the body is larger than {self._max_body_bytes} bytes")
+            return message
+
+        return bounded
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's X-Request-Id if it is short and plain, else a new one."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"").decode("latin-1")
+    if 0 < len(given) <= MAX_REQUEST_ID_CHARS and all(c.isalnum() or c in "-_.:" for c in given) and given.isascii():
+        return given
+    return uuid.uuid4().hex
+
+
+async def _respond(send: Callable[[Message], Any], status: int, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
