@@ -1,0 +1,65 @@
+"""DeepSeek-V2 and V3 (also Kimi-K2 and Moonlight): one decoder layer, and the names of its published tensors."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from models.batch import ForwardBatch
+from models.config import ModelConfig
+from models.layers.mla import MLA
+from models.layers.mlp import MLP
+from models.layers.moe import MoE
+from models.layers.norm import RMSNorm
+from models.parallel import ParallelContext
+from models.weights import Weights
+
+
+class DeepSeekDecoderLayer:
+    """x = x + attention(norm(x)); x = x + mlp(norm(x)), where mlp is an MoE after the first dense layers."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        parallel: ParallelContext,
+        cos_sin: torch.Tensor,
+        *,
+        cache_index: int,
+        dense: bool,
+    ) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
+        self.attention = MLA(weights.at("self_attn"), config, parallel, cos_sin, cache_index)
+        self.post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
+        self.mlp: MLP | MoE
+        if dense or config.moe is None:
+            self.mlp = MLP(weights.at("mlp"), hidden, config.intermediate_size, parallel)
+        else:
+            self.mlp = MoE(weights.at("mlp"), config.moe, hidden, parallel, router="gate", bias="gate.e_score_correction_bias")
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x, residual) whose sum enters -> (x, residual) whose sum leaves; both [T, D]."""
+        x, residual = self.input_norm.add(x, residual)
+        x, residual = self.post_attention_norm.add(self.attention(x, batch), residual)
+        return self.mlp(x, batch) if isinstance(self.mlp, MoE) else self.mlp(x), residual
+
+
+def deepseek_layers(
+    weights: Weights, config: ModelConfig, parallel: ParallelContext, cos_sin: torch.Tensor
+) -> list[DeepSeekDecoderLayer]:
+    """model.layers.0 to num_decoder_layers - 1."""
+    dense = config.moe.first_dense_layers if config.moe is not None else 0
+    return [
+        DeepSeekDecoderLayer(weights.at(f"layers.{i}"), config, parallel, cos_sin, cache_index=i, dense=i < dense)
+        for i in range(config.num_decoder_layers)
+    ]
+
+
+def is_deepseek_draft_tensor(name: str, config: ModelConfig) -> bool:
+    """The MTP module is published as layers after the last one; recognised by number, whatever the prefix."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return match is not None and int(match.group(1)) >= config.num_decoder_layers

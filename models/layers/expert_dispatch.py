@@ -1,0 +1,60 @@
+"""Token exchange over the expert group: every rank hands its share of rows to all ranks and gets their sums back.
+
+Each rank of a replica owns 1/tp of the replica's rows, so no row is routed twice. Shapes are fixed by the step's agreed
+row count, also for a replica without rows; padded rows carry expert id -1, which costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from models.parallel import ParallelContext
+
+
+@dataclass(frozen=True)
+class ExpertDispatch:
+    """The two halves of the exchange around the experts of one MoE layer."""
+
+    parallel: ParallelContext
+
+    def own_rows(self, x: torch.Tensor, agreed_rows: int) -> torch.Tensor:
+        """This rank's share [ceil(rows / tp), ...] of the replica's rows, zero-padded to the agreed row count.
+
+        agreed_rows: the largest row count of any replica; must not be smaller than x's.
+        """
+        if self.parallel.world_size == 1:
+            return x
+        rows = max(agreed_rows, x.shape[0]) if self.parallel.dp == 1 else agreed_rows
+        if x.shape[0] > rows:
+            raise ValueError(f"{x.shape[0]} rows, but the ranks agreed on {rows} for this step")
+        share = -(-rows // self.parallel.tp)
+        padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, share * self.parallel.tp - x.shape[0]))
+        start = self.parallel.tp_rank * share
+        return padded[start : start + share]
+
+    def own_live(self, row_mask: torch.Tensor | None, x: torch.Tensor, agreed_rows: int) -> torch.Tensor | None:
+        """bool, False where a row of `own_rows(x, agreed_rows)` is padding; None when no row can be."""
+        if self.parallel.world_size == 1:
+            return row_mask
+        if row_mask is None:
+            row_mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+        return self.own_rows(row_mask, agreed_rows)
+
+    def gather(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows, router weights (FP32) and expert ids (int32) of all ranks; the last two share one collective."""
+        if self.parallel.world_size == 1:
+            return x, weights, ids
+        routing = self.parallel.ep_all_gather(torch.cat((weights.view(torch.int32), ids), dim=1))
+        all_weights, all_ids = routing.chunk(2, dim=1)
+        return self.parallel.ep_all_gather(x), all_weights.contiguous().view(torch.float32), all_ids.contiguous()
+
+    def scatter(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' contributions; this rank gets those of its own rows."""
+        return self.parallel.ep_reduce_scatter(y)
+
+    def all_rows(self, y: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The replica's rows from its ranks' shares, without padding."""
+        return self.parallel.tp_all_gather(y)[:num_rows]

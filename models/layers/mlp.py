@@ -1,0 +1,23 @@
+"""Gated MLP, its hidden units split over the replica."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels import ops
+from models.parallel import ParallelContext
+from models.weights import Part, Weights
+
+
+class MLP:
+    """gate_up: [2 I / tp, D], the two halves one above the other; down: [D, I / tp]."""
+
+    def __init__(self, weights: Weights, hidden: int, inter: int, parallel: ParallelContext) -> None:
+        share = parallel.tp_rank, parallel.tp
+        self.gate_up = weights.matrix(*(Part.of_rows(n, inter, hidden, *share) for n in ("gate_proj", "up_proj")))
+        self.down = weights.matrix(Part.of_cols("down_proj", hidden, inter, *share))
+        self.parallel = parallel
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, D] -> [T, D]."""
+        return self.parallel.tp_all_reduce(ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up)), self.down))
