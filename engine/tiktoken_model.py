@@ -68,7 +68,7 @@ def tiktoken_vocabulary(path: Path) -> tuple[dict[str, Any], dict[int, str]]:
         pairs = [(left, right) for left, right in splits if left in ranks and right in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(spelled[left], spelled[right]) for left, right in pairs]
-    backend = {
+    backend: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,

@@ -61,6 +61,7 @@ class Tokenizer:
         self._control = {token.content: token_id for token_id, token in self._added.items() if token.is_control}
         by_length = sorted((self._added[i] for i in self._control.values()), key=lambda token: -len(token.content))
         self._control_pattern = re.compile("(" + "|".join(token.pattern for token in by_length) + ")") if by_length else None
+        self._spellings = re.compile("|".join(re.escape(token.content) for token in by_length) or r"(?!)")
         self.special_token_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         self._text = tokenizers.Tokenizer.from_str(msgspec.json.encode(_without_control(backend, self._control)).decode())
         self._text.no_truncation()
@@ -148,6 +149,15 @@ class Tokenizer:
         if content in self._ids:
             return self._ids[content]
         return self._text.token_to_id(content) if content else None
+
+    def guarded(self, text: str, guard: str, exempt: tuple[str, ...] = ()) -> str:
+        """`text` with the guard inside every control token it spells, so that `encode(guard=...)` leaves them text."""
+
+        def mark(match: re.Match[str]) -> str:
+            spelled = match[0]
+            return spelled if spelled in exempt else spelled[0] + guard + spelled[1:]
+
+        return self._spellings.sub(mark, text)
 
     @property
     def control_tokens(self) -> dict[str, int]:

@@ -14,7 +14,8 @@ PACKAGES = ("kernels", "models", "engine", "server")
 # Files of engine that never import torch. Wire files may be used by the server; host files only by the engine.
 WIRE = {
     "errors", "config", "sampling_params", "messages", "transport", "hub", "tokenizer", "output", "chat", "reasoning",
-    "tool_calls", "openai_types", "grammar",
+    "tool_calls", "openai_types", "grammar", "tiktoken_model", "template_sandbox", "chat_format", "served_model",
+    "openai_responses",
 }  # fmt: skip
 HOST = {"request", "block_manager", "scheduler", "plan", "core"}
 ENTRY = {"launch", "llm", "offline", "capacity", "replica"}
