@@ -18,10 +18,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from engine.block_manager import BlockManager
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, RequestRejected
-from engine.executor import Executor, build_worker
+from engine.executor import Executor, WorkerInfo, build_worker
 from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
@@ -38,6 +39,7 @@ from engine.messages import (
 )
 from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
+from engine.scheduler import Scheduler
 from engine.transport import Address, WorkerSocket
 from kernels.errors import KernelError
 from models.parallel import ParallelContext
@@ -49,17 +51,17 @@ log = logging.getLogger("engine.replica")
 class Leader:
     """The loop of a replica's leader. Each turn: take messages, make a step, send what it gave.
 
-    lockstep: with several replicas every one of them steps when any has work; when none has, they agree at a slow tick,
-        which a message from the front end cuts short.
+    lockstep: with several ranks every one of them steps when any has work; when none has, they agree at a slow tick, which
+        a message from the front end cuts short and which keeps collectives from timing out.
     """
 
-    IDLE_TICK_S = 0.05
+    IDLE_TICK_S = 0.1
 
     def __init__(self, core: EngineCore, executor: Executor, link: WorkerSocket, heartbeat: Heartbeat, lockstep: bool) -> None:
         self._core, self._executor, self._link, self._heartbeat = core, executor, link, heartbeat
         self._lockstep = lockstep
         self._stopping = False
-        self._reported_idle = False
+        self._reported_idle = True
 
     def run(self) -> None:
         """Until all replicas agreed to stop."""
@@ -70,11 +72,10 @@ class Leader:
                 self._handle(message)
             if self._stopping:
                 self._executor.request_stop()
-            if self._lockstep or self._stopping or self._core.has_work:
+            if self._core.has_work or self._lockstep:
                 self._send(self._core.step())
-            elif not self._reported_idle:
-                self._send([])
-            if self._stopping and (not self._lockstep or self._executor.agreement.stop):
+            if self._executor.agreement.stop:
+                self._send([*self._core.abort_all()])
                 return
 
     def _handle(self, message: ToReplica) -> None:
@@ -92,7 +93,7 @@ class Leader:
                 self._core.reset_prefix_cache()
             case Shutdown():
                 self._stopping = True
-                self._send(list(self._core.abort_all()))
+                self._send([*self._core.abort_all()])
 
     def _send(self, outputs: list[TokenOutput | RequestFailed]) -> None:
         """One StepOutput for a step's tokens; after the last work one more, so that the front end's load figures settle."""
@@ -177,6 +178,19 @@ def _store(place: Place) -> dist.Store:
     return dist.PrefixStore("snapmla", store)
 
 
+def _core(config: EngineConfig, executor: Executor, info: WorkerInfo, parallel: ParallelContext) -> EngineCore:
+    scheduler = Scheduler(
+        config.scheduler,
+        BlockManager(info.num_blocks, config.prefix_cache),
+        max_model_len=info.max_model_len,
+        vocab_size=info.model_config.vocab_size,
+        num_speculative_tokens=config.num_speculative_tokens,
+        dp_rank=parallel.dp_rank,
+        seed=config.seed + parallel.dp_rank,  # replicas must not draw the same noise
+    )
+    return EngineCore(scheduler, executor, asynchronous=info.asynchronous, lockstep=parallel.world_size > 1)
+
+
 def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Address, heartbeat: Heartbeat) -> None:
     parallel_config = config.parallel
     heartbeat.enter("process groups")
@@ -209,5 +223,5 @@ def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Addre
             config.num_speculative_tokens,
         )
     )
-    Leader(make_core(config, executor, info, parallel), executor, link, heartbeat, lockstep=parallel.dp > 1).run()
+    Leader(_core(config, executor, info, parallel), executor, link, heartbeat, lockstep=parallel.world_size > 1).run()
     link.close(linger_s=1.0)
