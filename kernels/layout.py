@@ -134,6 +134,23 @@ Weight = torch.Tensor | BlockScaledWeight
 
 
 @dataclass(frozen=True)
+class QuantizedActivation:
+    """Rows as a block-scaled FP8 product takes them; real value = data * scale of its 128 channels.
+
+    data:  E4M3 [T, K], dense
+    scale: FP32 [T, ceil(K / 128)], tokens adjacent in memory: strides (1, T rounded up to a multiple of 4)
+    """
+
+    data: torch.Tensor
+    scale: torch.Tensor
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values [T, K] that the product sees."""
+        scale = self.scale.repeat_interleave(WEIGHT_BLOCK, -1)[:, : self.data.shape[1]]
+        return (self.data.float() * scale).to(dtype)
+
+
+@dataclass(frozen=True)
 class DecodePlan:
     """Split-KV work plan of one step, shared by all layers; opaque to callers.
 
