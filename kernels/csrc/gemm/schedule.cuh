@@ -1,0 +1,57 @@
+// Who computes what in a streaming product, as arithmetic that the product and the kernels after it share.
+//
+// A product is a list of tiles, 128 weight rows by NT tokens: expert by expert, row tile by row tile, token tiles
+// innermost so that neighbours read the same weights. A tile is k_blocks units; a unit is one 128-byte-wide block of its
+// 128 weight rows. CTA c of `ctas` takes units [c * units / ctas, (c + 1) * units / ctas): every CTA streams the same
+// number of bytes, whatever the shape. A tile whose units lie in one CTA is written at once. Any other tile is written
+// as FP32 partial sums, and the next kernel adds them in CTA order, so results never depend on timing.
+//
+// A CTA has at most two partial tiles: slot 0 is one it did not begin, slot 1 one it began and did not end.
+#pragma once
+#include "common/types.cuh"
+
+constexpr int TILE_ROWS = 128, MAX_EXPERTS = 512;
+
+// Rows of a product by expert, as the sort leaves them in device memory; a dense product has one expert.
+struct Groups {
+  const int* offsets;  // [experts + 1] first token row of each expert
+  const int* tiles;    // [experts + 1] first token tile of each expert
+  int experts;
+};
+
+struct Schedule {
+  int row_tiles, k_blocks, ctas, token_tile;  // token_tile: NT
+
+  DEVICE int begin(int cta, int units) const { return (int)((int64_t)cta * units / ctas); }
+  DEVICE int owner(int unit, int units) const { return (int)(((int64_t)(unit + 1) * ctas - 1) / units); }
+};
+
+DEVICE float4 unpack_bf16x4(uint2 v) {
+  return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xFFFF0000u), __uint_as_float(v.y << 16),
+                     __uint_as_float(v.y & 0xFFFF0000u));
+}
+DEVICE uint2 pack_bf16x4(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w)); }
+
+// A product as the kernel after it reads it.
+struct Product {
+  Schedule schedule;
+  const float* partial;  // [ctas, 2, NT, 128]
+  void* out;             // [rows, n]; tiles that one CTA computed are already in place
+  int n;
+};
+
+// Columns col .. col + 3 (col a multiple of 4) of the token at place `column` of tile `tile`, summed over the CTAs that
+// share the tile in their order. False: one CTA computed the tile, so the values are in `out`.
+DEVICE bool add_partials(const Product& p, int units, int tile, int column, int col, float4& sum) {
+  const Schedule& s = p.schedule;
+  const int unit = tile * s.k_blocks, first = s.owner(unit, units), last = s.owner(unit + s.k_blocks - 1, units);
+  if (first == last) return false;
+  sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int cta = first; cta <= last; cta++) {
+    if (s.begin(cta, units) == s.begin(cta + 1, units)) continue;  // more CTAs than units: this one had none
+    const int64_t slot = 2 * cta + (cta == first);
+    const float4 v = *(const float4*)(p.partial + (slot * s.token_tile + column) * TILE_ROWS + col % TILE_ROWS);
+    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+  }
+  return true;
+}

@@ -1,0 +1,268 @@
+// The three fused preparation kernels around the latent cache (3.3.1): quantize the query, append to the cache, fetch from
+// it. One warp a row. Each has a form for the FP8 format (512 + 64 dims, vector accesses) and one for the exact formats
+// (any width). T is the type of the model's activations, S the type stored in an exact cache.
+#include "common/ptx.cuh"
+
+constexpr int DIM = 512, ROPE = 64, PAGE = 64, WARPS = 4;
+constexpr float FP8_MAX = 448.f, AMAX_FLOOR = 1e-4f;
+
+DEVICE float warp_max(float v) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, d));
+  return v;
+}
+DEVICE float warp_sum(float v) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) v += __shfl_xor_sync(~0u, v, d);
+  return v;
+}
+// 16 consecutive values, 16-byte aligned.
+DEVICE void load16(float (&x)[16], const bf16* p) {
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint4 v = ((const uint4*)p)[i];
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      x[8 * i + 2 * j] = __uint_as_float(w[j] << 16);
+      x[8 * i + 2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
+    }
+  }
+}
+DEVICE void load16(float (&x)[16], const float* p) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float4 v = ((const float4*)p)[i];
+    x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
+  }
+}
+DEVICE void store16(bf16* p, const float (&x)[16]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+    ((uint4*)p)[i] = make_uint4(pack_bf16(x[8 * i], x[8 * i + 1]), pack_bf16(x[8 * i + 2], x[8 * i + 3]),
+                                pack_bf16(x[8 * i + 4], x[8 * i + 5]), pack_bf16(x[8 * i + 6], x[8 * i + 7]));
+}
+DEVICE void store16(float* p, const float (&x)[16]) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) ((float4*)p)[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+}
+// Quantizes the row a warp holds, 16 values a lane; returns its scale.
+DEVICE float quantize_row(uint4* codes, const float (&x)[16]) {
+  float amax = 0.f;
+#pragma unroll
+  for (int i = 0; i < 16; i++) amax = fmaxf(amax, fabsf(x[i]));
+  const float scale = fmaxf(warp_max(amax), AMAX_FLOOR) / FP8_MAX, inverse = 1.f / scale;
+  uint32_t w[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    w[i] = pack_e4m3(x[4 * i] * inverse, x[4 * i + 1] * inverse, x[4 * i + 2] * inverse, x[4 * i + 3] * inverse);
+  *codes = make_uint4(w[0], w[1], w[2], w[3]);
+  return scale;
+}
+DEVICE void dequantize16(float (&x)[16], uint4 codes, float scale) {
+  const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float4 v = unpack_e4m3(w[i]);
+    x[4 * i] = v.x * scale, x[4 * i + 1] = v.y * scale, x[4 * i + 2] = v.z * scale, x[4 * i + 3] = v.w * scale;
+  }
+}
+// Pair i of an interleaved rotary embedding; table: cosines of a position, then its sines.
+template <class T> DEVICE float2 rotate(const T* x, const float* table, int half, int i) {
+  const float a = widen(x[2 * i]), b = widen(x[2 * i + 1]), c = table[i], s = table[half + i];
+  return make_float2(a * c - b * s, a * s + b * c);
+}
+
+// ---- quantize_q ----------------------------------------------------------------------------------
+struct QuantizeQArgs {
+  const void* content;  // T [tokens, heads, dim], row strides below, last dimension dense
+  const void* rope;     // T [tokens, heads, rope_dim] before rotation, interleaved pairs
+  const int64_t* positions;
+  const float* cos_sin;  // [positions, rope_dim]
+  void* q;               // e4m3 or S [tokens * heads][dim]
+  void* q_rope;          // bf16 or S [tokens * heads][rope_dim]
+  float* q_scale;        // [tokens * heads]
+  int64_t content_token, content_head, rope_token, rope_head;  // strides in elements
+  int rows, heads, dim, rope_dim;
+};
+template <class T> DEVICE void quantize_q_fp8(const QuantizeQArgs& a) {
+  const int row = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= a.rows) return;
+  const int token = row / a.heads, head = row % a.heads;
+  float x[16];
+  load16(x, (const T*)a.content + token * a.content_token + head * a.content_head + lane * 16);
+  const float2 r = rotate((const T*)a.rope + token * a.rope_token + head * a.rope_head, a.cos_sin + a.positions[token] * ROPE, ROPE / 2, lane);
+  const float scale = quantize_row((uint4*)a.q + (size_t)row * 32 + lane, x);
+  ((uint32_t*)a.q_rope)[(size_t)row * 32 + lane] = pack_bf16(r.x / scale, r.y / scale);
+  if (lane == 0) a.q_scale[row] = scale;
+}
+template <class T, class S> DEVICE void rotate_q(const QuantizeQArgs& a) {
+  const int row = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (row >= a.rows) return;
+  const int token = row / a.heads, head = row % a.heads;
+  const T* x = (const T*)a.content + token * a.content_token + head * a.content_head;
+  for (int i = lane; i < a.dim; i += 32) ((S*)a.q)[(size_t)row * a.dim + i] = narrow<S>(widen(x[i]));
+  const T* r = (const T*)a.rope + token * a.rope_token + head * a.rope_head;
+  for (int i = lane; i < a.rope_dim / 2; i += 32) {
+    const float2 v = rotate(r, a.cos_sin + a.positions[token] * a.rope_dim, a.rope_dim / 2, i);
+    S* out = (S*)a.q_rope + (size_t)row * a.rope_dim + 2 * i;
+    out[0] = narrow<S>(v.x), out[1] = narrow<S>(v.y);
+  }
+}
+
+// ---- append_kv -----------------------------------------------------------------------------------
+struct AppendArgs {
+  const void* latent;   // T [tokens, dim] before its norm
+  const void* k_rope;   // T [tokens, rope_dim] before rotation
+  const void* weight;   // W [dim]
+  const int64_t* positions;
+  const float* cos_sin;
+  const int64_t* slots;  // block * 64 + offset, -1: not stored
+  void* content;         // cache, block strides below
+  void* rope;
+  float* scale;
+  void* keep_latent;  // T [keep, dim], the last rows unquantized
+  void* keep_rope;    // T [keep, rope_dim]
+  int64_t latent_stride, rope_stride;                       // elements between tokens
+  int64_t content_block, rope_block, scale_block;           // elements between blocks
+  int tokens, keep, dim, rope_dim, weight_fp32, num_blocks;
+  float eps;
+};
+DEVICE float weight_at(const AppendArgs& a, int i) { return a.weight_fp32 ? ((const float*)a.weight)[i] : widen(((const bf16*)a.weight)[i]); }
+// Block and offset of a token's slot; false when it is not stored. A slot outside the pool is the caller's mistake and must
+// not become an illegal write.
+DEVICE bool find_slot(const AppendArgs& a, int token, int64_t& block, int& offset) {
+  const int64_t slot = a.slots[token];
+  block = slot / PAGE, offset = (int)(slot % PAGE);
+  return slot >= 0 && block < a.num_blocks;
+}
+template <class T> DEVICE void append_fp8(const AppendArgs& a) {
+  const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (token >= a.tokens) return;
+  float x[16];
+  load16(x, (const T*)a.latent + token * a.latent_stride + lane * 16);
+  const float2 r = rotate((const T*)a.k_rope + token * a.rope_stride, a.cos_sin + a.positions[token] * ROPE, ROPE / 2, lane);
+  float w[16];
+  if (a.weight_fp32)
+    load16(w, (const float*)a.weight + lane * 16);
+  else
+    load16(w, (const bf16*)a.weight + lane * 16);
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < 16; i++) squares = fmaf(x[i], x[i], squares);
+  const float norm = 1.f / sqrtf(warp_sum(squares) / DIM + a.eps);
+#pragma unroll
+  for (int i = 0; i < 16; i++) x[i] = x[i] * norm * w[i];
+  const int kept = token - (a.tokens - a.keep);
+  if (kept >= 0) {
+    store16((T*)a.keep_latent + (size_t)kept * DIM + lane * 16, x);
+    T* out = (T*)a.keep_rope + (size_t)kept * ROPE + 2 * lane;
+    out[0] = narrow<T>(r.x), out[1] = narrow<T>(r.y);
+  }
+  int64_t block;
+  int offset;
+  if (!find_slot(a, token, block, offset)) return;
+  const float scale = quantize_row((uint4*)((uint8_t*)a.content + block * a.content_block + offset * DIM) + lane, x);
+  ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
+  if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
+}
+template <class T, class S> DEVICE void append_exact(const AppendArgs& a) {
+  const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (token >= a.tokens) return;
+  const T* latent = (const T*)a.latent + token * a.latent_stride;
+  float squares = 0.f;
+  for (int i = lane; i < a.dim; i += 32) squares = fmaf(widen(latent[i]), widen(latent[i]), squares);
+  const float norm = 1.f / sqrtf(warp_sum(squares) / a.dim + a.eps);
+  int64_t block;
+  int offset;
+  const bool stored = find_slot(a, token, block, offset);
+  const int kept = token - (a.tokens - a.keep);
+  S* content = (S*)a.content + block * a.content_block + (int64_t)offset * a.dim;
+  S* rope = (S*)a.rope + block * a.rope_block + (int64_t)offset * a.rope_dim;
+  for (int i = lane; i < a.dim; i += 32) {
+    const float v = widen(latent[i]) * norm * weight_at(a, i);
+    if (stored) content[i] = narrow<S>(v);
+    if (kept >= 0) ((T*)a.keep_latent)[(size_t)kept * a.dim + i] = narrow<T>(v);
+  }
+  for (int i = lane; i < a.rope_dim / 2; i += 32) {
+    const float2 v = rotate((const T*)a.k_rope + token * a.rope_stride, a.cos_sin + a.positions[token] * a.rope_dim, a.rope_dim / 2, i);
+    if (stored) rope[2 * i] = narrow<S>(v.x), rope[2 * i + 1] = narrow<S>(v.y);
+    if (kept >= 0) {
+      T* out = (T*)a.keep_rope + (size_t)kept * a.rope_dim + 2 * i;
+      out[0] = narrow<T>(v.x), out[1] = narrow<T>(v.y);
+    }
+  }
+}
+
+// ---- fetch_dequant -------------------------------------------------------------------------------
+struct FetchArgs {
+  const void* content;
+  const void* rope;
+  const float* scale;
+  const int* block_table;  // [sequences][table_width]
+  const int* starts;       // [sequences]
+  const int* cu_lens;      // [sequences + 1]
+  void* latent;            // T [total, dim]
+  void* key;               // T [total, rope_dim]
+  int64_t content_block, rope_block, scale_block, table_stride;
+  int total, sequences, dim, rope_dim, table_width, num_blocks;
+};
+// Block and offset of packed token i: binary search in the cumulative lengths, then the block table.
+DEVICE void locate(const FetchArgs& a, int i, int64_t& block, int& offset) {
+  int low = 0, high = a.sequences - 1;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (i < a.cu_lens[middle + 1]) high = middle;
+    else low = middle + 1;
+  }
+  const int position = a.starts[low] + i - a.cu_lens[low];
+  offset = position % PAGE;
+  block = min((uint32_t)a.block_table[low * a.table_stride + min(position / PAGE, a.table_width - 1)], (uint32_t)(a.num_blocks - 1));
+}
+template <class T> DEVICE void fetch_fp8(const FetchArgs& a) {
+  const int i = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (i >= a.total) return;
+  int64_t block;
+  int offset;
+  locate(a, i, block, offset);
+  const float scale = a.scale[block * a.scale_block + offset];
+  const uint4 codes = ((const uint4*)((const uint8_t*)a.content + block * a.content_block + offset * DIM))[lane];
+  const uint32_t r = ((const uint32_t*)((const bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane];
+  float x[16];
+  dequantize16(x, codes, scale);
+  store16((T*)a.latent + (size_t)i * DIM + lane * 16, x);
+  T* key = (T*)a.key + (size_t)i * ROPE + 2 * lane;
+  key[0] = narrow<T>(__uint_as_float(r << 16) * scale), key[1] = narrow<T>(__uint_as_float(r & 0xffff0000u) * scale);
+}
+template <class T, class S> DEVICE void fetch_exact(const FetchArgs& a) {
+  const int i = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  if (i >= a.total) return;
+  int64_t block;
+  int offset;
+  locate(a, i, block, offset);
+  const S* content = (const S*)a.content + block * a.content_block + (int64_t)offset * a.dim;
+  const S* rope = (const S*)a.rope + block * a.rope_block + (int64_t)offset * a.rope_dim;
+  for (int d = lane; d < a.dim; d += 32) ((T*)a.latent)[(size_t)i * a.dim + d] = narrow<T>(widen(content[d]));
+  for (int d = lane; d < a.rope_dim; d += 32) ((T*)a.key)[(size_t)i * a.rope_dim + d] = narrow<T>(widen(rope[d]));
+}
+
+#define KERNEL(name, args, body) \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS) name(const args a) { body(a); }
+KERNEL(quantize_q_bf16_fp8, QuantizeQArgs, quantize_q_fp8<bf16>)
+KERNEL(quantize_q_fp32_fp8, QuantizeQArgs, quantize_q_fp8<float>)
+KERNEL(quantize_q_bf16_bf16, QuantizeQArgs, (rotate_q<bf16, bf16>))
+KERNEL(quantize_q_fp32_bf16, QuantizeQArgs, (rotate_q<float, bf16>))
+KERNEL(quantize_q_bf16_fp32, QuantizeQArgs, (rotate_q<bf16, float>))
+KERNEL(quantize_q_fp32_fp32, QuantizeQArgs, (rotate_q<float, float>))
+KERNEL(append_kv_bf16_fp8, AppendArgs, append_fp8<bf16>)
+KERNEL(append_kv_fp32_fp8, AppendArgs, append_fp8<float>)
+KERNEL(append_kv_bf16_bf16, AppendArgs, (append_exact<bf16, bf16>))
+KERNEL(append_kv_fp32_bf16, AppendArgs, (append_exact<float, bf16>))
+KERNEL(append_kv_bf16_fp32, AppendArgs, (append_exact<bf16, float>))
+KERNEL(append_kv_fp32_fp32, AppendArgs, (append_exact<float, float>))
+KERNEL(fetch_dequant_bf16_fp8, FetchArgs, fetch_fp8<bf16>)
+KERNEL(fetch_dequant_fp32_fp8, FetchArgs, fetch_fp8<float>)
+KERNEL(fetch_dequant_bf16_bf16, FetchArgs, (fetch_exact<bf16, bf16>))
+KERNEL(fetch_dequant_fp32_bf16, FetchArgs, (fetch_exact<float, bf16>))
+KERNEL(fetch_dequant_bf16_fp32, FetchArgs, (fetch_exact<bf16, float>))
+KERNEL(fetch_dequant_fp32_fp32, FetchArgs, (fetch_exact<float, float>))

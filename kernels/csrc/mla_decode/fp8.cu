@@ -1,0 +1,476 @@
+// MLA decode attention on the FP8 latent cache (Algorithm 1, Eq. 12 and 13 of the paper; see kernels/README.md for where
+// and why this departs from its Appendix E and 3.3.3). sm_90a, persistent: one CTA an SM walks its pieces of the work list.
+//
+// Four warpgroups:
+//   WG0  warp 0 fetches pages by TMA; warp 1 makes per-token tables and clears the tail of a sequence's last block;
+//        warp 2 keeps each row's reference exponent and sum
+//   WG1  S = Q K^T for 128 tokens (RoPE last), row maximum, exponentials, P as e4m3 to shared memory
+//   WG2, WG3  O^T = V^T P^T, 256 latent dims each. V^T comes from the K tile by ldmatrix.trans and byte splits: no
+//        transposed copy exists. Each 64-dim slab accumulates 128 tokens in T, then O += beta * T in FP32 registers,
+//        because the FP8 tensor core keeps 13 bits of its accumulator.
+#include "mla_decode/decode.cuh"
+
+// ---- knobs ---------------------------------------------------------------------------------------
+#ifndef QK_REGS
+#define QK_REGS 104  // registers of the QK + softmax warpgroup
+#endif
+#ifndef PV_REGS
+#define PV_REGS 192  // registers of each PV warpgroup; 24 + QK_REGS + 2 * PV_REGS must be <= 512
+#endif
+#ifndef AHEAD
+#define AHEAD 4  // table reads issued ahead of their use: 2, 4 or 8
+#endif
+#ifndef HEADROOM
+#define HEADROOM 60  // how far (log2) a block may rise above R before O is rescaled; 0 exercises that path often
+#endif
+#ifndef PROMOTE_EVERY_BLOCK
+#define PROMOTE_EVERY_BLOCK 1  // 0: one FP8 accumulator over the whole context, to show what that loses
+#endif
+static_assert(24 + QK_REGS + 2 * PV_REGS <= 512, "more registers than the SM has");
+
+// ---- sizes ---------------------------------------------------------------------------------------
+constexpr int STAGES = 2;          // blocks in shared memory
+constexpr int SLOTS = 2 * STAGES;  // pages in shared memory
+constexpr int PAGE_BYTES = PAGE * (DIM + 2 * ROPE + 4);
+constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
+
+// Shared memory, byte offsets. Content of a block: four chunks of 128 dims, each [128 tokens][128 B], SWIZZLE_128B
+// (16-byte unit index XOR token & 7). Rope: [128 tokens][128 B], same swizzle. Q alike. P: [64 rows][128 B], same.
+constexpr int CHUNK = BLOCK * 128, K_ROPE = 4 * CHUNK, STAGE_BYTES = K_ROPE + CHUNK;
+constexpr int O_Q = STAGES * STAGE_BYTES, O_QR = O_Q + ROWS * DIM, O_P = O_QR + ROWS * 128;
+constexpr int O_SCALE = O_P + 2 * ROWS * BLOCK;      // [slot][64] s_k as fetched
+constexpr int O_TAB = O_SCALE + SLOTS * PAGE * 4;    // [slot][32 token pairs] {s, s', log2 s, log2 s'}
+constexpr int O_INV = O_TAB + SLOTS * PAGE * 8;      // [slot][4 groups of 16][4 threads] 1/s of the four tokens it owns
+constexpr int O_MAX = O_INV + SLOTS * PAGE * 4;      // [2][64] r: row maximum of the block, log2
+constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][64][4] row sums of the block, one a quad lane
+constexpr int O_BETA = O_SUM + 2 * ROWS * 16;        // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
+constexpr int O_ALPHA = O_BETA + 2 * ROWS * 2;       // [2][64] f32
+constexpr int O_FLAG = O_ALPHA + 2 * ROWS * 4;       // [2] does any row of the block change R
+constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows without a visible token
+constexpr int O_BAR = O_INVL + ROWS * 4;
+constexpr int SMEM_BYTES = O_BAR + 8 * (6 * STAGES + SLOTS + 1);
+extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
+
+struct Smem {
+  uint32_t base;
+  DEVICE uint32_t bar(int i) const { return base + O_BAR + 8 * i; }
+  DEVICE uint32_t full(int b) const { return bar(b); }                  // block landed: two pages' arrivals + bytes
+  DEVICE uint32_t table(int b) const { return bar(STAGES + b); }        // its scale tables ready, its tail cleared
+  DEVICE uint32_t maxima(int b) const { return bar(2 * STAGES + b); }   // row maxima of the block written
+  DEVICE uint32_t factors(int b) const { return bar(3 * STAGES + b); }  // alpha and beta of the block written
+  DEVICE uint32_t p_full(int b) const { return bar(4 * STAGES + b); }   // P and row sums of the block written
+  DEVICE uint32_t p_empty(int b) const { return bar(5 * STAGES + b); }  // both PV warpgroups are done with all of these
+  DEVICE uint32_t empty(int slot) const { return bar(6 * STAGES + slot); }  // both hold this page's V in registers
+  DEVICE uint32_t sums() const { return bar(6 * STAGES + SLOTS); }          // 1 / l of the tile written
+};
+
+// The pieces of this CTA's group, and its tile within a group.
+struct Range {
+  int first, last, rank;
+  DEVICE Range(const DecodeArgs& a) {
+    const int* starts = a.work + WorkLayout::starts() + blockIdx.x / a.group;
+    first = starts[0], last = starts[1], rank = blockIdx.x % a.group;
+  }
+};
+
+// ---- WG0 warp 0: TMA producer ----------------------------------------------------------------------
+// content map {128 B, 64 tokens, 4 chunks, pages}, rope map {64 bf16, 64 tokens, pages}.
+DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
+  prefetch_map(&a.content);
+  prefetch_map(&a.rope);
+  const Range range(a);
+  int n = 0;  // pages so far
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    PageReader reader(a, t, lane);
+    for (int i = 0; i < 2 * t.blocks; i++, n++) {
+      const int slot = n % SLOTS, b = slot >> 1, half = slot & 1;
+      const int page = reader.get(a, i, lane);
+      mbar_wait(sm.empty(slot), ((n / SLOTS) & 1) ^ 1);
+      if (lane == 0) {
+        const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128, bar = sm.full(b);
+        if (i < reader.pages) {
+          mbar_expect_tx(bar, PAGE_BYTES);
+#pragma unroll
+          for (int c = 0; c < 4; c++) tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, page);
+          tma_3d(dst + K_ROPE, &a.rope, bar, 0, 0, page);
+          bulk_copy(sm.base + O_SCALE + slot * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
+        } else {
+          mbar_arrive(bar);  // the block's second half lies past the sequence
+        }
+      }
+      __syncwarp();
+    }
+  }
+}
+
+// ---- WG0 warp 1: per-token tables, off the softmax chain ---------------------------------------------
+// Tokens past the length may hold anything, NaN codes and NaN scales included: their scale becomes 1 and their content 0,
+// so that P = 0 times V stays 0. (QK may read them before that; their columns of S are replaced before use.)
+DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
+  const Range range(a);
+  int n = 0;
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    for (int j = 0; j < t.blocks; j++, n++) {
+      const int b = n % STAGES, valid = t.len - (t.begin + j) * BLOCK;
+      mbar_wait(sm.full(b), (n / STAGES) & 1);
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        const int slot = 2 * b + half, token = half * PAGE + 2 * lane;
+        float2 s = lds_f32x2(sm.base + O_SCALE + slot * PAGE * 4 + lane * 8);  // token pair `lane`
+        if (token >= valid) s.x = 1.f;
+        if (token + 1 >= valid) s.y = 1.f;
+        sts_f32x4(sm.base + O_TAB + slot * PAGE * 8 + lane * 16, make_float4(s.x, s.y, lg2(s.x), lg2(s.y)));
+        // pair = 8*group + 4*upper + q  ->  word [group][q][2*upper]
+        const uint32_t inv = sm.base + O_INV + slot * PAGE * 4 + (lane >> 3) * 64 + (lane & 3) * 16 + ((lane >> 2) & 1) * 8;
+        sts_f32x2(inv, make_float2(rcp(s.x), rcp(s.y)));
+      }
+      if (valid < BLOCK) {
+        for (int row = valid + (lane >> 3); row < BLOCK; row += 4)
+#pragma unroll
+          for (int c = 0; c < 4; c++)
+            sts_u32x4(sm.base + b * STAGE_BYTES + c * CHUNK + row * 128 + (lane & 7) * 16, make_uint4(0, 0, 0, 0));
+        fence_async_proxy();  // TMA writes there next
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(sm.table(b));
+    }
+  }
+}
+
+// ---- WG0 warp 2: reference exponents and sums of the 64 rows, two a lane --------------------------------
+// R is only the reference of the FP32 accumulators O and l, so it may lag behind the running maximum: it moves on the
+// first block and on rises of more than 2^HEADROOM. beta = 2^(r - R) puts a block into O's units. It is rounded to bf16 so
+// that PV can hold all its betas in 8 registers; l uses the same value, so a block's weight is off by at most 2^-9 against
+// the others, far below the 2^-4 of e4m3. x is l with exact betas, for the LSE.
+DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
+  const Range range(a);
+  int n = 0;
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    float R[2] = {NEG, NEG}, l[2] = {0.f, 0.f}, x[2] = {0.f, 0.f};
+    for (int j = 0; j < t.blocks; j++, n++) {
+      const int b = n % STAGES;
+      mbar_wait(sm.maxima(b), (n / STAGES) & 1);
+      bool up[2];
+      float alpha[2], beta[2], rounded[2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const int row = lane + 32 * h;
+        const float r = lds_f32(sm.base + O_MAX + b * ROWS * 4 + row * 4);
+        up[h] = r - R[h] > float(HEADROOM);
+        const float now = up[h] ? r : R[h];
+        alpha[h] = ex2_mufu(R[h] - now), beta[h] = ex2_mufu(r - now), R[h] = now;
+        const uint32_t bits = __float_as_uint(beta[h]) + 0x8000u;
+        rounded[h] = __uint_as_float(bits & 0xffff0000u);
+        sts16(sm.base + O_BETA + b * ROWS * 2 + ((row & 7) >> 1) * 32 + (row >> 3) * 4 + (row & 1) * 2, bits >> 16);
+        sts_f32(sm.base + O_ALPHA + b * ROWS * 4 + row * 4, alpha[h]);
+      }
+      const bool any = __any_sync(~0u, up[0] || up[1]);
+      if (lane == 0) sts32(sm.base + O_FLAG + b * 4, any);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(sm.factors(b));
+      mbar_wait(sm.p_full(b), (n / STAGES) & 1);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float4 part = lds_f32x4(sm.base + O_SUM + b * ROWS * 16 + (lane + 32 * h) * 16);
+        const float sum = (part.x + part.y) + (part.z + part.w);
+        l[h] = fmaf(l[h], alpha[h], sum * rounded[h]), x[h] = fmaf(x[h], alpha[h], sum * beta[h]);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int row = lane + 32 * h;
+      const bool any = t.blocks > 0 && t.row_counts(a, row) && l[h] > 0.f;
+      // Safe without a barrier of its own: PV has consumed this tile's blocks only after it read the last tile's sums.
+      if (t.blocks > 0) sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
+      t.store_lse(a, row, range.rank, any ? LN2 * (R[h] - LOG2_448 + log2f(x[h])) : -INFINITY_F);
+    }
+    __syncwarp();
+    if (lane == 0 && t.blocks > 0) mbar_arrive(sm.sums());
+  }
+}
+
+// ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
+// Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
+// accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
+DEVICE void load_query(const DecodeArgs& a, Smem sm, const Tile& t, int thread) {
+  forget(thread);  // or its 20 addresses would live, spilled, through the main loop
+  const uint4* content = (const uint4*)a.q + t.global_row(a, 0) * (DIM / 16);
+  const uint4* rope = (const uint4*)a.q_rope + t.global_row(a, 0) * (ROPE / 8);
+  const uint4 zero = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int part = 0; part < 2; part++) {
+    uint4 v[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int at = (part * 8 + i) * 128 + thread;
+      v[i] = at / 32 < t.rows ? content[at] : zero;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int at = (part * 8 + i) * 128 + thread, r = at >> 5, c = at & 31;
+      sts_u32x4(sm.base + O_Q + (c >> 3) * ROWS * 128 + r * 128 + (((c & 7) ^ (r & 7)) << 4), v[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int at = i * 128 + thread, r = at >> 3, c = at & 7;
+    sts_u32x4(sm.base + O_QR + r * 128 + ((c ^ (r & 7)) << 4), r < t.rows ? rope[at] : zero);
+  }
+}
+
+DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
+  const int g = lane >> 2, q = lane & 3, r0 = 16 * w + g;
+  const uint64_t dq = desc_sw128(sm.base + O_Q), dqr = desc_sw128(sm.base + O_QR);
+  const Range range(a);
+  int n = 0;
+#pragma unroll 1
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    if (t.blocks == 0) continue;
+    const float c0 = r0 < t.rows ? a.q_scale[t.global_row(a, r0)] * a.softmax_scale_log2 : 0.f;
+    const float c1 = r0 + 8 < t.rows ? a.q_scale[t.global_row(a, r0 + 8)] * a.softmax_scale_log2 : 0.f;
+    named_barrier(1, 128);  // every warp's QK of the previous tile has retired
+    load_query(a, sm, t, w * 32 + lane);
+    fence_async_proxy();
+    named_barrier(1, 128);
+    const int common = t.common_limit(a);
+#pragma unroll 1
+    for (int j = 0; j < t.blocks; j++, n++) {
+      const int b = n & 1, parity = (n >> 1) & 1;
+      float S[64];
+      mbar_wait(sm.full(b), parity);
+      {
+        const uint64_t dk = desc_sw128(sm.base + b * STAGE_BYTES);
+        wgmma_fence();
+        wgmma_fp8_ss_n128_zero(S, dq, dk);
+#pragma unroll
+        for (int k = 1; k < 16; k++)
+          wgmma_fp8_ss_n128(S, dq + (k >> 2) * (ROWS * 128 >> 4) + (k & 3) * 2, dk + (k >> 2) * (CHUNK >> 4) + (k & 3) * 2);
+        // Rope last, always: the FP8 tensor core keeps 13 bits below the largest term, accumulator included.
+#pragma unroll
+        for (int k = 0; k < 4; k++) wgmma_bf16_ss_n128(S, dqr + k * 2, dk + (K_ROPE >> 4) + k * 2);
+        wgmma_commit();
+      }
+      // Both waits pass in the shadow of the last wgmmas.
+      mbar_wait(sm.table(b), parity);
+      mbar_wait(sm.p_empty(b), parity ^ 1);
+      // Table reads run AHEAD rows in front of their use: under load a shared-memory read takes 100 to 150 clocks, and left
+      // to itself the compiler keeps only two in flight.
+      const uint32_t tab = sm.base + O_TAB + b * 2 * PAGE * 8 + q * 16, inv = sm.base + O_INV + b * 2 * PAGE * 4 + q * 16;
+      float4 k[AHEAD];
+#pragma unroll
+      for (int i = 0; i < AHEAD; i++) k[i] = lds_f32x4(tab + i * 64);
+      wgmma_wait<0>();
+      pin(S);
+      const int base = (t.begin + j) * BLOCK;
+      if (base + BLOCK > common) {
+        const int limit0 = t.limit(a, r0) - base - 2 * q, limit1 = t.limit(a, r0 + 8) - base - 2 * q;
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+          if (8 * i >= limit0) S[4 * i] = -INFINITY_F;
+          if (8 * i + 1 >= limit0) S[4 * i + 1] = -INFINITY_F;
+          if (8 * i >= limit1) S[4 * i + 2] = -INFINITY_F;
+          if (8 * i + 1 >= limit1) S[4 * i + 3] = -INFINITY_F;
+        }
+      }
+
+      // y = x + log2 s_k (base-2 logit plus V's scale), and its row maximum r.
+      float m0a = NEG, m0b = NEG, m1a = NEG, m1b = NEG;
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        const float4 s = k[i % AHEAD];
+        // The last reads of the ring fetch 1 / s_k for the exponentials.
+        k[i % AHEAD] = lds_f32x4(i + AHEAD < 16 ? tab + (i + AHEAD) * 64 : inv + (i + AHEAD - 16) * 64);
+        S[4 * i] = fmaf(S[4 * i], s.x * c0, s.z);
+        S[4 * i + 1] = fmaf(S[4 * i + 1], s.y * c0, s.w);
+        S[4 * i + 2] = fmaf(S[4 * i + 2], s.x * c1, s.z);
+        S[4 * i + 3] = fmaf(S[4 * i + 3], s.y * c1, s.w);
+        m0a = fmaxf(m0a, S[4 * i]), m0b = fmaxf(m0b, S[4 * i + 1]);
+        m1a = fmaxf(m1a, S[4 * i + 2]), m1b = fmaxf(m1b, S[4 * i + 3]);
+      }
+      float r0m = fmaxf(m0a, m0b), r1m = fmaxf(m1a, m1b);
+      r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 1)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 1));
+      r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 2)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 2));
+
+      // The maxima go out ahead of P: warp 2 of WG0 turns them into factors meanwhile.
+      if (q == 0) {
+        const uint32_t top = sm.base + O_MAX + b * ROWS * 4 + r0 * 4;
+        sts_f32(top, r0m), sts_f32(top + 8 * 4, r1m);
+      }
+      __syncwarp();
+      if (lane == 0) mbar_arrive(sm.maxima(b));
+      const float z0 = LOG2_448 - r0m, z1 = LOG2_448 - r1m;  // sigma_P, exact, sits in the exponent
+
+      // P = 2^(y - r) * 448 to e4m3. Of every 16 tokens a thread owns 2q, 2q+1, 8+2q, 9+2q: they become bytes 4q..4q+3
+      // of the row's 16-byte unit, one 32-bit store, no shuffle. V^T's fragments use the same token order.
+      const uint32_t p = sm.base + O_P + b * ROWS * BLOCK + r0 * 128 + 4 * q;
+      float t0a = 0.f, t0b = 0.f, t1a = 0.f, t1b = 0.f;
+#pragma unroll
+      for (int u = 0; u < 8; u++) {
+        const float4 v = k[u % AHEAD];
+        if (u + AHEAD < 8) k[u % AHEAD] = lds_f32x4(inv + (u + AHEAD) * 64);
+        const float* s = S + 8 * u;
+        const float e0 = ex2_mufu(s[0] + z0), e1 = ex2_mufu(s[1] + z0), e2 = ex2_mufu(s[2] + z1), e3 = ex2_mufu(s[3] + z1);
+        const float e4 = ex2_mufu(s[4] + z0), e5 = ex2_mufu(s[5] + z0), e6 = ex2_mufu(s[6] + z1), e7 = ex2_mufu(s[7] + z1);
+        const uint32_t unit = (u ^ g) << 4;
+        sts32(p + unit, pack_e4m3(e0, e1, e4, e5));
+        sts32(p + 8 * 128 + unit, pack_e4m3(e2, e3, e6, e7));
+        t0a = fmaf(e0, v.x, t0a), t0b = fmaf(e1, v.y, t0b), t1a = fmaf(e2, v.x, t1a), t1b = fmaf(e3, v.y, t1b);
+        t0a = fmaf(e4, v.z, t0a), t0b = fmaf(e5, v.w, t0b), t1a = fmaf(e6, v.z, t1a), t1b = fmaf(e7, v.w, t1b);
+      }
+      const uint32_t sum = sm.base + O_SUM + b * ROWS * 16 + r0 * 16 + q * 4;
+      sts_f32(sum, t0a + t0b), sts_f32(sum + 8 * 16, t1a + t1b);
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbar_arrive(sm.p_full(b));
+    }
+  }
+}
+
+// ---- WG2, WG3: O^T = V^T P^T, 256 dims each ---------------------------------------------------------------
+// V^T fragment of 64 dims x 32 tokens: lane l of ldmatrix.x4.trans addresses token l, the warp its 16 dims; two PRMTs
+// per pair of matrices split even and odd dims. Accumulator rows g, g+8 of warp w are dims 16w+2g, 16w+2g+1.
+// Loads and splits are apart so that the loads can be issued before the promotion and split after it.
+DEVICE void split_vt(uint32_t (&A)[4]) {
+  const uint32_t x0 = A[0], x1 = A[1], x2 = A[2], x3 = A[3];
+  A[0] = prmt(x0, x1, 0x6420), A[1] = prmt(x0, x1, 0x7531);
+  A[2] = prmt(x2, x3, 0x6420), A[3] = prmt(x2, x3, 0x7531);
+}
+// O += beta * T. Column pair n of the accumulator is rows 8n+2q, 8n+2q+1; w[n] holds their betas as bf16.
+DEVICE void promote(float (&O)[32], const float (&T)[32], uint32_t (&w)[8]) {
+#pragma unroll
+  for (int n = 0; n < 8; n++) {
+    asm volatile("" : "+r"(w[n]));  // or the compiler would keep 16 unpacked values in registers
+    const float lo = __uint_as_float(w[n] << 16), hi = __uint_as_float(w[n] & 0xffff0000u);
+    O[4 * n] = fmaf(T[4 * n], lo, O[4 * n]), O[4 * n + 1] = fmaf(T[4 * n + 1], hi, O[4 * n + 1]);
+    O[4 * n + 2] = fmaf(T[4 * n + 2], lo, O[4 * n + 2]), O[4 * n + 3] = fmaf(T[4 * n + 3], hi, O[4 * n + 3]);
+  }
+}
+
+// Writes a tile's result. Everything but O is derived anew, so that nothing else lives through the main loop.
+DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], int piece, int wg_thread, int half) {
+  forget(wg_thread), forget(piece);
+  const int w = wg_thread >> 5, g = (wg_thread & 31) >> 2, q = wg_thread & 3, rank = blockIdx.x % a.group;
+  const Tile t(a, piece, rank);
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int r = 8 * i + 2 * q;
+    const float2 inv = t.blocks > 0 ? lds_f32x2(sm.base + O_INVL + r * 4) : make_float2(0.f, 0.f);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      const int dim = half * 256 + s * 64 + 16 * w + 2 * g;
+      // Selects, not products: a row that does not count may hold NaN.
+      t.store_pair(a, r, rank, dim, inv.x > 0.f ? O[s][4 * i] * inv.x : 0.f, inv.x > 0.f ? O[s][4 * i + 2] * inv.x : 0.f);
+      t.store_pair(a, r + 1, rank, dim, inv.y > 0.f ? O[s][4 * i + 1] * inv.y : 0.f, inv.y > 0.f ? O[s][4 * i + 3] * inv.y : 0.f);
+    }
+  }
+}
+
+DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
+  const uint32_t lane_base = sm.base + half * 2 * CHUNK + lane * 128 + ((w ^ (lane & 7)) << 4);
+  uint32_t n = 0, tiles = 0;
+#pragma unroll 1
+  for (int piece = Range(a).first; piece < Range(a).last; piece++) {
+    int left = Tile(a, piece, blockIdx.x % a.group).blocks;
+    const bool any = left > 0;
+    float O[4][32];
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+#pragma unroll
+      for (int i = 0; i < 32; i++) O[s][i] = 0.f;
+#pragma unroll 1
+    for (; left > 0; left--, n++) {
+      const uint32_t b = n & 1, parity = (n >> 1) & 1;
+      const uint32_t vt_base = lane_base + b * STAGE_BYTES;
+      // slab s (64 dims: half a chunk), k-step t (32 tokens)
+      auto vt = [&](int s, int t) { return (vt_base ^ ((s & 1) * 64)) + (s >> 1) * CHUNK + t * 4096; };
+      const uint64_t dp = desc_sw128(sm.base + O_P + b * ROWS * BLOCK);
+      uint32_t A[4][4];                // one slab's fragments, 32 tokens each
+      mbar_wait(sm.table(b), parity);  // not full: the tail must be cleared
+#pragma unroll
+      for (int t = 0; t < 4; t++) ldmatrix_x4_trans(A[t], vt(0, t));
+#pragma unroll
+      for (int t = 0; t < 4; t++) split_vt(A[t]);
+      mbar_wait(sm.factors(b), parity);
+      uint32_t be[8];  // read once per block: with LDS in the slab loop PV is 10 to 20 % slower
+      {
+        const uint32_t beta = sm.base + O_BETA + b * ROWS * 2 + (threadIdx.x & 3) * 32;
+        const uint4 x = lds_u32x4(beta), y = lds_u32x4(beta + 16);
+        be[0] = x.x, be[1] = x.y, be[2] = x.z, be[3] = x.w, be[4] = y.x, be[5] = y.y, be[6] = y.z, be[7] = y.w;
+      }
+      if (lds_u32(sm.base + O_FLAG + b * 4)) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          const float2 al = lds_f32x2(sm.base + O_ALPHA + b * ROWS * 4 + i * 32 + (threadIdx.x & 3) * 8);
+#pragma unroll
+          for (int s = 0; s < 4; s++) O[s][4 * i] *= al.x, O[s][4 * i + 1] *= al.y, O[s][4 * i + 2] *= al.x, O[s][4 * i + 3] *= al.y;
+        }
+      }
+      mbar_wait(sm.p_full(b), parity);
+      auto release = [&](int page) {
+        __syncwarp();
+        if ((threadIdx.x & 31) == 0) mbar_arrive(sm.empty(2 * b + page));
+      };
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        float T[32];
+        wgmma_fence();
+        wgmma_fp8_rs_n64_zero(T, A[0], dp);
+        wgmma_fp8_rs_n64(T, A[1], dp + 2);
+        wgmma_commit();
+        wgmma_fp8_rs_n64(T, A[2], dp + 4);
+        wgmma_fp8_rs_n64(T, A[3], dp + 6);
+        wgmma_commit();
+        if (s < 3) {
+          wgmma_wait<1>();  // A[0], A[1] are free
+          ldmatrix_x4_trans(A[0], vt(s + 1, 0)), ldmatrix_x4_trans(A[1], vt(s + 1, 1));
+          split_vt(A[0]), split_vt(A[1]);
+          if (s == 2) release(0);
+        }
+        wgmma_wait<0>();
+        pin(T);
+        if (s < 3) ldmatrix_x4_trans(A[2], vt(s + 1, 2)), ldmatrix_x4_trans(A[3], vt(s + 1, 3));
+        promote(O[s], T, be);
+        pin(O[s]);
+        if (s < 3) split_vt(A[2]), split_vt(A[3]);
+        if (s == 2) release(1);
+      }
+      __syncwarp();
+      if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
+    }
+    if (any) mbar_wait(sm.sums(), tiles++ & 1);
+    write_result(a, sm, O, piece, w * 32 + lane, half);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid_constant__ DecodeArgs a) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const Smem sm{smem_addr(smem)};
+  const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0), w = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < STAGES; b++) {
+      mbar_init(sm.full(b), 2), mbar_init(sm.table(b), 1), mbar_init(sm.factors(b), 1);
+      mbar_init(sm.maxima(b), 4), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
+    }
+    for (int i = 0; i < SLOTS; i++) mbar_init(sm.empty(i), 8);
+    mbar_init(sm.sums(), 1);
+    mbar_init_fence();
+  }
+  __syncthreads();
+  allow_next_kernel();
+  if (wg == 0) {
+    setmaxnreg_dec<24>();
+    if (w == 0) produce(a, sm, lane);
+    if (w == 1) make_tables(a, sm, lane);
+    if (w == 2) track_rows(a, sm, lane);
+  } else if (wg == 1) {
+    setmaxnreg_dec<QK_REGS>();
+    qk_softmax(a, sm, w, lane);
+  } else {
+    setmaxnreg_inc<PV_REGS>();
+    pv(a, sm, wg - 2, w, lane);
+  }
+}

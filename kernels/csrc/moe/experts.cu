@@ -1,0 +1,138 @@
+// The steps of the grouped expert MLP around its two streaming products.
+#include "gemm/quantize.cuh"
+#include "gemm/schedule.cuh"
+
+struct ScatterArgs {
+  const bf16* x;      // [tokens, width]
+  const int* places;  // [tokens, top_k]
+  Quantized to;       // FP8: codes and scales of the sorted rows
+  bf16* copy;         // BF16: [sorted rows, width]
+  int top_k;
+};
+
+// Each token's row to the places of its local pairs, quantized once. Grid: tokens x groups of 16 blocks.
+template <bool FP8> DEVICE void scatter(const ScatterArgs& a) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int width = a.to.width;
+  const RowBlock at(width);
+  const int token = at.row, block = at.block, column = at.column();
+  const int* places = a.places + (int64_t)token * a.top_k;
+  int local = 0;
+  for (int k = 0; k < a.top_k; k++) local |= places[k] >= 0;
+  if (!local) return;
+  float v[8];
+  zero8(v);
+  if (column < width) load8(v, a.x + (int64_t)token * width + column);
+  float scale;
+  const uint2 code = FP8 ? quantize8(v, scale) : make_uint2(0, 0);
+  for (int k = 0; k < a.top_k; k++) {
+    const int row = places[k];
+    if (row < 0 || block * 128 >= width) continue;
+    if (FP8) {
+      a.to.store(row, block, at.lane, code, scale);
+    } else if (column < width) {
+      *(uint4*)(a.copy + (int64_t)row * width + column) = round8(v);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_fp8(const ScatterArgs a) { scatter<true>(a); }
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_bf16(const ScatterArgs a) { scatter<false>(a); }
+
+// Where a sorted row lies in the tiles of both products.
+struct Place {
+  int tile_base, tiles_here, token_tile, column;
+  DEVICE Place(const int* groups, int experts, int expert, int row, int tokens) {
+    const int* tiles = groups + experts + 1;
+    const int in_expert = row - groups[expert];
+    tile_base = tiles[expert], tiles_here = tiles[expert + 1] - tile_base;
+    token_tile = in_expert / tokens, column = in_expert % tokens;
+  }
+  DEVICE int tile(int row_tiles, int row_tile) const { return row_tiles * tile_base + row_tile * tiles_here + token_tile; }
+};
+
+// Columns n .. n + 3 of a sorted row, rounded to BF16 whichever way they come.
+DEVICE float4 read4(const Product& p, int units, const Place& place, int row, int n) {
+  float4 v;
+  if (add_partials(p, units, place.tile(p.schedule.row_tiles, n / TILE_ROWS), place.column, n, v)) return unpack_bf16x4(pack_bf16x4(v));
+  return unpack_bf16x4(*(const uint2*)((const bf16*)p.out + (int64_t)row * p.n + n));
+}
+
+struct GateArgs {
+  Product product;         // gate_up: [sorted rows, 2 width]
+  const int* groups;       // [2, experts + 1]
+  const int* row_experts;  // [sorted rows]
+  Quantized to;            // FP8: input of the down product
+  bf16* copy;              // BF16: the same, [sorted rows, width]
+  int experts;
+};
+
+// silu(gate) * up of every sorted row, quantized for the down product. Grid: pairs x groups of 16 blocks.
+template <bool FP8> DEVICE void gate(const GateArgs& a) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const int width = a.to.width;
+  const RowBlock at(width);
+  const int row = at.row, block = at.block, column = at.column();
+  if (row >= a.groups[a.experts]) return;
+  const Schedule& s = a.product.schedule;
+  const int units = s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks;
+  const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
+  float v[8];
+  zero8(v);
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    if (column >= width) continue;
+    const float4 gate = read4(a.product, units, place, row, column + i);
+    const float4 up = read4(a.product, units, place, row, width + column + i);
+    v[i] = silu_mul(gate.x, up.x), v[i + 1] = silu_mul(gate.y, up.y);
+    v[i + 2] = silu_mul(gate.z, up.z), v[i + 3] = silu_mul(gate.w, up.w);
+  }
+  const uint4 rounded = round8(v);
+  float scale;
+  const uint2 code = FP8 ? quantize8(v, scale) : make_uint2(0, 0);
+  if (block * 128 >= width) return;
+  if (FP8) {
+    a.to.store(row, block, at.lane, code, scale);
+  } else if (column < width) {
+    *(uint4*)(a.copy + (int64_t)row * width + column) = rounded;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) gate_fp8(const GateArgs a) { gate<true>(a); }
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) gate_bf16(const GateArgs a) { gate<false>(a); }
+
+struct CombineArgs {
+  Product product;         // down: [sorted rows, width]
+  const int* groups;       // [2, experts + 1]
+  const int* row_experts;  // [sorted rows]
+  const int* places;       // [tokens, top_k]
+  const float* weights;    // [tokens, top_k]
+  bf16* out;               // [tokens, width]
+  int experts, top_k;
+};
+
+constexpr int COMBINE_THREADS = 256, TILES_A_CTA = COMBINE_THREADS / 32;
+
+// Weighted sum over a token's local pairs, in the order of its choices. Grid: tokens x groups of 8 row tiles.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine_experts(const CombineArgs a) {
+  allow_next_kernel();
+  wait_for_previous_kernel();
+  const Schedule& s = a.product.schedule;
+  const int chunks = (s.row_tiles + TILES_A_CTA - 1) / TILES_A_CTA;
+  const int token = blockIdx.x / chunks, row_tile = blockIdx.x % chunks * TILES_A_CTA + threadIdx.x / 32;
+  const int n = row_tile * TILE_ROWS + 4 * (threadIdx.x % 32);
+  if (n >= a.product.n) return;
+  const int units = s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks;
+  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int k = 0; k < a.top_k; k++) {
+    const int row = a.places[(int64_t)token * a.top_k + k];
+    if (row < 0) continue;
+    const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
+    const float4 v = read4(a.product, units, place, row, n);
+    const float w = a.weights[(int64_t)token * a.top_k + k];
+    sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y), sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+  }
+  *(uint2*)(a.out + (int64_t)token * a.product.n + n) = pack_bf16x4(sum);
+}

@@ -1,0 +1,107 @@
+"""rms_norm, rope, silu_and_mul and merge_attention on Hopper (csrc/elementwise.cu)."""
+
+from __future__ import annotations
+
+from ctypes import c_float, c_int, c_int64, c_void_p
+
+import torch
+
+from kernels.cuda import binding
+from kernels.errors import KernelContractError
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+_RmsNormArgs = binding.struct("_RmsNormArgs", [
+    ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("out", c_void_p), ("sum", c_void_p),
+    ("x_stride", c_int64), ("dim", c_int), ("weight_fp32", c_int), ("eps", c_float),
+])  # fmt: skip
+_RopeArgs = binding.struct("_RopeArgs", [
+    ("x", c_void_p), ("positions", c_void_p), ("cos_sin", c_void_p), ("out", c_void_p),
+    ("token_stride", c_int64), ("head_stride", c_int64),
+    ("tokens", c_int), ("heads", c_int), ("half", c_int), ("interleaved", c_int),
+])  # fmt: skip
+_SiluArgs = binding.struct("_SiluArgs", [
+    ("gate_up", c_void_p), ("out", c_void_p), ("stride", c_int64), ("rows", c_int64), ("dim", c_int),
+])  # fmt: skip
+_MergeArgs = binding.struct("_MergeArgs", [
+    ("out_a", c_void_p), ("out_b", c_void_p), ("lse_a", c_void_p), ("lse_b", c_void_p), ("out", c_void_p), ("lse", c_void_p),
+    ("rows", c_int), ("dim", c_int),
+])  # fmt: skip
+
+
+def _launch(op: str, x: torch.Tensor, grid: int, args) -> None:  # noqa: ANN001
+    if x.dtype not in _NAMES:
+        raise KernelContractError(op, f"BF16 or FP32 expected, got {x.dtype}")
+    if grid:
+        with torch.cuda.device(x.device):
+            binding.kernel("elementwise", f"{op}_{_NAMES[x.dtype]}", x.device.index).launch(grid, 256, args)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x as [rows, D] without a copy where its strides allow."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.rms_norm. The sum is rounded to x's dtype before it is normalized, so both results agree."""
+    if weight.dtype not in _NAMES or not weight.is_contiguous() or weight.device != x.device:
+        raise KernelContractError("rms_norm", f"weight must be contiguous BF16 or FP32 on {x.device}")
+    if residual is not None and (residual.dtype != x.dtype or residual.device != x.device):
+        raise KernelContractError("rms_norm", f"residual must be {x.dtype} on {x.device}")
+    flat = _rows(x)
+    dense_residual = None if residual is None else residual.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    args = _RmsNormArgs(
+        flat.data_ptr(), binding.pointer(dense_residual), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
+        flat.stride(0), x.shape[-1], int(weight.dtype is torch.float32), eps,
+    )  # fmt: skip
+    _launch("rms_norm", flat, flat.shape[0], args)
+    return out, total
+
+
+def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """See ops.rope."""
+    if x.shape[-1] % 2:
+        raise KernelContractError("rope", f"the last dimension of x must be even, got {x.shape[-1]}")
+    if positions.device != x.device or cos_sin.device != x.device:
+        raise KernelContractError("rope", f"positions and cos_sin must be on {x.device}")
+    if not positions.is_contiguous() or not cos_sin.is_contiguous():
+        raise KernelContractError("rope", "positions and cos_sin must be contiguous")
+    view = x if x.ndim == 3 else x.unsqueeze(1)
+    if view.stride(-1) != 1:
+        view = view.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    args = _RopeArgs(
+        view.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(), view.stride(0), view.stride(1),
+        view.shape[0], view.shape[1], x.shape[-1] // 2, int(interleaved),
+    )  # fmt: skip
+    _launch("rope", view, -(-(x.numel() // 2) // 256), args)
+    return out
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """See ops.silu_and_mul."""
+    flat = _rows(gate_up)
+    dim = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], dim, dtype=gate_up.dtype, device=gate_up.device)
+    args = _SiluArgs(flat.data_ptr(), out.data_ptr(), flat.stride(0), flat.shape[0], dim)
+    _launch("silu_and_mul", flat, -(-out.numel() // 256), args)
+    return out
+
+
+def merge_attention(
+    out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.merge_attention. Copies operands that are not dense, so the two may have different strides."""
+    if out_a.dtype != out_b.dtype or lse_a.dtype != torch.float32 or lse_b.dtype != torch.float32:
+        raise KernelContractError("merge_attention", "outputs must share a dtype and lse must be FP32")
+    tokens, heads, dim = out_a.shape
+    a, b, la, lb = out_a.contiguous(), out_b.contiguous(), lse_a.contiguous(), lse_b.contiguous()
+    out, lse = torch.empty_like(a), torch.empty_like(la)
+    args = _MergeArgs(a.data_ptr(), b.data_ptr(), la.data_ptr(), lb.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, dim)
+    _launch("merge_attention", a, -(-(tokens * heads) // 8), args)
+    return out, lse

@@ -1,0 +1,287 @@
+"""Dense products on Hopper, and the activation quantization that FP8 weights ask for.
+
+Block-scaled FP8 weights: up to STREAM_MAX_TOKENS tokens go through our weight-streaming kernel (csrc/gemm/), more through
+torch's block-scaled product where the shape allows it. BF16 and FP32 weights are torch's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.functional import ScalingType
+
+from kernels.cuda import binding
+from kernels.errors import KernelContractError
+from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Weight
+
+TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
+TILE_ROWS = 128  # weight rows of a tile: TILE_ROWS of csrc/gemm/schedule.cuh
+STREAM_MAX_TOKENS = 128  # above it a second token tile would read the weights again
+_STREAM_THREADS, _THREADS, _NORM_THREADS = 288, 256, 512
+_BLOCKS_A_CTA, _TILES_A_CTA = 16, 8  # BLOCKS_A_CTA of quantize.cuh, TILES_A_CTA of finish.cu and experts.cu
+_MAX_NORM_WIDTH = 16384
+
+
+class QuantizedArgs(ctypes.Structure):
+    """Quantized of csrc/gemm/quantize.cuh."""
+
+    _fields_ = (("codes", c_void_p), ("scales", c_void_p), ("width", c_int), ("scale_stride", c_int))
+
+
+class ProductArgs(ctypes.Structure):
+    """Product of csrc/gemm/schedule.cuh, its Schedule flattened."""
+
+    _fields_ = (
+        ("row_tiles", c_int), ("k_blocks", c_int), ("ctas", c_int), ("token_tile", c_int),
+        ("partial", c_void_p), ("out", c_void_p), ("n", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _QuantizeArgs(ctypes.Structure):
+    _fields_ = (("x", c_void_p), ("to", QuantizedArgs), ("x_stride", c_int64))
+
+
+class _NormArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("sum", c_void_p), ("normalized", c_void_p),
+        ("to", QuantizedArgs), ("eps", c_float), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _StreamArgs(ctypes.Structure):
+    _fields_ = (
+        ("w", binding.TensorMap), ("x", binding.TensorMap), ("x_scale", binding.TensorMap),
+        ("w_scale", c_void_p), ("out", c_void_p), ("partial", c_void_p), ("groups", c_void_p),
+        ("experts", c_int), ("rows", c_int), ("n", c_int), ("row_tiles", c_int), ("k_blocks", c_int), ("out_fp32", c_int),
+        ("_pad", c_int * 2),
+    )  # fmt: skip
+
+
+class _FinishArgs(ctypes.Structure):
+    _fields_ = (("product", ProductArgs), ("rows", c_int), ("_pad", c_int))
+
+
+# ---- activation quantization ------------------------------------------------------------------------------------
+
+
+def quantize_1x128(x: torch.Tensor) -> QuantizedActivation:
+    """x BF16|FP32 [T, K] in E4M3 with one scale per token and 128 channels; amax floored at 1e-4. K a multiple of 16."""
+    op = "quantize_1x128"
+    _require_rows(op, x)
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        raise KernelContractError(op, f"x must be BF16 or FP32, got {x.dtype}")
+    q = empty_activation(x.shape[0], x.shape[1], x.device)
+    if x.shape[0]:
+        args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0))
+        name = "quantize_bf16" if x.dtype is torch.bfloat16 else "quantize_fp32"
+        _launch("quantize", name, x.device, block_grid(x.shape[0], x.shape[1]), _THREADS, args)
+    return q
+
+
+def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
+    """`ops.silu_and_mul` of BF16 [T, 2 I], rounded to BF16, then quantized like `quantize_1x128`."""
+    op = "silu_and_mul_quantized"
+    _require_rows(op, gate_up)
+    width = gate_up.shape[1] // 2
+    if gate_up.dtype is not torch.bfloat16 or gate_up.shape[1] % 32:
+        raise KernelContractError(op, f"gate_up must be BF16 [T, 2 I] with I a multiple of 16, got {gate_up.dtype} {tuple(gate_up.shape)}")
+    q = empty_activation(gate_up.shape[0], width, gate_up.device)
+    if gate_up.shape[0]:
+        args = _QuantizeArgs(gate_up.data_ptr(), quantized_args(q), gate_up.stride(0))
+        _launch("quantize", "silu_mul_quantize_bf16", gate_up.device, block_grid(gate_up.shape[0], width), _THREADS, args)
+    return q
+
+
+@dataclass(frozen=True)
+class NormQuantized:
+    """quantized: of the normalized rows; residual: x + residual (x itself without one); normalized: BF16 if asked for."""
+
+    quantized: QuantizedActivation
+    residual: torch.Tensor
+    normalized: torch.Tensor | None
+
+
+def rms_norm_quantized(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, keep_normalized: bool = False
+) -> NormQuantized:
+    """`ops.rms_norm` of BF16 [T, D], rounded to BF16, then quantized like `quantize_1x128`, in one pass.
+
+    keep_normalized: also return the BF16 result, for a consumer that is not quantized (a router).
+    """
+    op = "rms_norm_quantized"
+    rows, width = x.shape
+    for name, t in {"x": x, "weight": weight, "residual": residual}.items():
+        if t is not None and (t.dtype is not torch.bfloat16 or not t.is_contiguous() or t.data_ptr() % 16):
+            raise KernelContractError(op, f"{name} must be contiguous BF16, aligned to 16 bytes")
+    if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
+        raise KernelContractError(op, f"weight must be [{width}] and residual {tuple(x.shape)}")
+    if width % 16 or width > _MAX_NORM_WIDTH:
+        raise KernelContractError(op, f"the width must be a multiple of 16 up to {_MAX_NORM_WIDTH}, got {width}")
+    q = empty_activation(rows, width, x.device)
+    total = x if residual is None else torch.empty_like(x)
+    normalized = torch.empty_like(x) if keep_normalized else None
+    if rows:
+        args = _NormArgs(
+            x.data_ptr(), binding.pointer(residual), weight.data_ptr(), None if residual is None else total.data_ptr(),
+            binding.pointer(normalized), quantized_args(q), eps,
+        )  # fmt: skip
+        _launch("quantize", "rms_norm_quantize", x.device, rows, _NORM_THREADS, args)
+    return NormQuantized(q, total, normalized)
+
+
+def empty_activation(rows: int, width: int, device: torch.device) -> QuantizedActivation:
+    """Room for `rows` rows. Scales lie token-adjacent: the layout of the tensor maps and of torch's scaled product."""
+    padded = -(-rows // 4) * 4
+    scale = torch.empty(-(-width // WEIGHT_BLOCK), padded, device=device)
+    return QuantizedActivation(torch.empty(padded, width, dtype=FP8, device=device)[:rows], scale.t()[:rows])
+
+
+def quantized_args(q: QuantizedActivation) -> QuantizedArgs:
+    return QuantizedArgs(q.data.data_ptr(), q.scale.data_ptr(), q.data.shape[1], q.scale.stride(1))
+
+
+def block_grid(rows: int, width: int) -> int:
+    """CTAs of the kernels with sixteen lanes a row and block of 128 channels."""
+    return rows * -(-width // (WEIGHT_BLOCK * _BLOCKS_A_CTA))
+
+
+def tile_grid(rows: int, n: int) -> int:
+    """CTAs of the kernels with a warp a row and 128 output columns."""
+    return rows * -(-n // (TILE_ROWS * _TILES_A_CTA))
+
+
+def _require_rows(op: str, x: torch.Tensor) -> None:
+    if x.ndim != 2 or x.stride(1) != 1 or x.shape[1] % 16:
+        raise KernelContractError(op, f"rows must be [T, K] with dense columns and K a multiple of 16, got {tuple(x.shape)}")
+    if x.data_ptr() % 16 or x.stride(0) * x.itemsize % 16:
+        raise KernelContractError(op, "rows must be aligned to 16 bytes")
+
+
+# ---- products ---------------------------------------------------------------------------------------------------
+
+
+def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """See ops.linear."""
+    if not isinstance(weight, BlockScaledWeight):
+        return F.linear(x, weight)
+    n, k = weight.data.shape
+    rows = x.reshape(-1, k)
+    if rows.data_ptr() % 16 or rows.stride(-1) != 1 or rows.stride(0) * rows.itemsize % 16:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return linear_quantized(quantize_1x128(rows), weight, x.dtype).reshape(*x.shape[:-1], n)
+
+
+def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype) -> torch.Tensor:
+    """x [T, K] @ weight [N, K]^T in `dtype`, BF16 or FP32.
+
+    Up to STREAM_MAX_TOKENS tokens a row's bits do not depend on its batch: the split of K depends on N and K alone.
+    """
+    rows, k = x.data.shape
+    n = weight.data.shape[0]
+    if rows == 0:
+        return torch.empty(0, n, dtype=dtype, device=x.data.device)
+    if rows > STREAM_MAX_TOKENS and dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0:
+        return _scaled_mm(x, weight)
+    check_weight("linear", weight.data, weight.scale)
+    device = x.data.device
+    token_tile = next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
+    out = torch.empty(rows, n, dtype=dtype, device=device)
+    product = stream(x.data, x.scale, weight.data.unsqueeze(0), weight.scale, out, token_tile=token_tile, groups=None)
+    token_tiles = -(-rows // token_tile)
+    if _is_split(product, token_tiles):
+        name = "finish_bf16" if dtype is torch.bfloat16 else "finish_fp32"
+        _launch("gemm_finish", name, device, tile_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
+    return out
+
+
+@dataclass(frozen=True)
+class Product:
+    """A streaming product as the kernels after it read it; `partial` keeps the workspace alive until they are enqueued."""
+
+    args: ProductArgs
+    partial: torch.Tensor
+
+
+def stream(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    w: torch.Tensor,
+    w_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    token_tile: int,
+    groups: torch.Tensor | None,
+) -> Product:
+    """Launch the weight-streaming kernel: out [rows, N] = x [rows, K] @ w [E, N, K]^T, where one CTA holds a whole tile.
+
+    x_scale, w_scale: of E4M3 operands, None for BF16. groups: int32 [2, E + 1] token offsets and token tiles of the
+    experts, written by the sort; None for a dense product, whose first stages are fetched before x is ready.
+    The kernel must follow the one that makes x (and groups).
+    """
+    experts, n, k = w.shape
+    rows, fp8 = x.shape[0], x_scale is not None
+    kind, width = ("fp8", 128) if fp8 else ("bf16", 64)
+    ctas = binding.sm_count(w.device.index)
+    partial = torch.empty(ctas, 2, token_tile, TILE_ROWS, device=w.device)
+    product = ProductArgs(-(-n // TILE_ROWS), -(-k // width), ctas, token_tile, partial.data_ptr(), out.data_ptr(), n)
+    args = _StreamArgs()
+    args.w = _map(w, (k, n, experts), (k, n * k), (width, TILE_ROWS, 1))
+    args.x = _map(x, (k, rows), (k,), (width, token_tile))
+    if x_scale is not None and w_scale is not None:
+        stride = x_scale.stride(1)
+        args.x_scale = binding.tensor_map(
+            "linear", x_scale.data_ptr(), torch.float32, (rows, product.k_blocks), (4 * stride,), (token_tile, 1), swizzle=False
+        )
+        args.w_scale = w_scale.data_ptr()
+    args.out, args.partial, args.groups = out.data_ptr(), partial.data_ptr(), binding.pointer(groups)
+    args.experts, args.rows, args.n = experts, rows, n
+    args.row_tiles, args.k_blocks, args.out_fp32 = product.row_tiles, product.k_blocks, int(out.dtype is torch.float32)
+    _launch(f"gemm_{kind}", f"stream_{kind}_{token_tile}", w.device, ctas, _STREAM_THREADS, args, overlap=True)
+    return Product(product, partial)
+
+
+def check_weight(op: str, data: torch.Tensor, scale: torch.Tensor | None) -> None:
+    """What the tensor maps and the stores need of a weight [..., N, K]."""
+    n, k = data.shape[-2:]
+    if k * data.itemsize % 16 or n % 4:
+        raise KernelContractError(op, f"the weight's rows must be a multiple of 16 bytes and N of 4, got N {n} and K {k} ({data.dtype})")
+    if not data.is_contiguous() or data.data_ptr() % 16:
+        raise KernelContractError(op, "the weight must be contiguous and aligned to 16 bytes")
+    if scale is not None:
+        blocks = (*data.shape[:-2], -(-n // WEIGHT_BLOCK), -(-k // WEIGHT_BLOCK))
+        if scale.shape != blocks or scale.dtype is not torch.float32 or not scale.is_contiguous():
+            raise KernelContractError(op, f"the weight's scale must be contiguous FP32 {blocks}, got {scale.dtype} {tuple(scale.shape)}")
+
+
+def _map(t: torch.Tensor, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> binding.TensorMap:
+    """strides in elements."""
+    return binding.tensor_map("linear", t.data_ptr(), t.dtype, dims, tuple(s * t.itemsize for s in strides), box)
+
+
+def _is_split(product: ProductArgs | Product, token_tiles: int) -> bool:
+    """Whether any tile of a dense product lies in more than one CTA (Schedule::begin of csrc/gemm/schedule.cuh)."""
+    args = product.args if isinstance(product, Product) else product
+    units = args.row_tiles * token_tiles * args.k_blocks
+    return any(c * units // args.ctas % args.k_blocks for c in range(1, args.ctas))
+
+
+def _scaled_mm(x: QuantizedActivation, weight: BlockScaledWeight) -> torch.Tensor:
+    """torch's block-scaled product: rows a multiple of 4 (empty_activation pads them), K blocks a multiple of 4."""
+    rows, stride = x.data.shape[0], x.scale.stride(1)
+    data = x.data.as_strided((stride, x.data.shape[1]), x.data.stride())
+    scale = x.scale.as_strided((stride, x.scale.shape[1]), x.scale.stride())
+    return F.scaled_mm(
+        data, weight.data.t(), scale, ScalingType.BlockWise1x128, weight.scale.t(), ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )[:rows]  # fmt: skip
+
+
+def _launch(
+    module: str, name: str, device: torch.device, grid: int, threads: int, args: ctypes.Structure, *, overlap: bool = False
+) -> None:
+    with torch.cuda.device(device):
+        binding.kernel(module, name, device.index).launch(grid, threads, args, overlap=overlap)

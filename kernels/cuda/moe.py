@@ -1,0 +1,208 @@
+"""Expert choice and the grouped expert MLP on Hopper: six launches, no host read, safe in a captured graph.
+
+sort (pairs by expert) -> scatter (quantized rows to their places) -> gate_up product -> SiLU and quantization ->
+down product -> weighted sum. The products are the weight-streaming kernel of `gemm.stream` with one group an expert, so
+a step reads each hit expert's weights once, and ids that are not local cost nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int, c_void_p
+
+import torch
+import torch.nn.functional as F
+
+from kernels.cuda import binding, gemm
+from kernels.errors import KernelContractError
+from kernels.layout import BlockScaledWeight, QuantizedActivation, Weight
+
+MAX_EXPERTS = 512  # local experts; MAX_EXPERTS of csrc/gemm/schedule.cuh
+MAX_PAIRS = 32768  # token and expert pairs of one pass: bounds the workspace at about 1 GB for DeepSeek-V3
+_MAX_ROUTED = 1024  # experts a router may choose from
+_SORT_THREADS, _ROUTE_WARPS, _THREADS = 1024, 4, 256
+
+
+class _RouteArgs(ctypes.Structure):
+    _fields_ = (
+        ("logits", c_void_p), ("bias", c_void_p), ("live", c_void_p), ("weights", c_void_p), ("ids", c_void_p),
+        ("tokens", c_int), ("experts", c_int), ("top_k", c_int), ("groups", c_int), ("top_groups", c_int),
+        ("sigmoid", c_int), ("normalize", c_int), ("scaling_factor", c_float),
+    )  # fmt: skip
+
+
+class _SortArgs(ctypes.Structure):
+    _fields_ = (
+        ("ids", c_void_p), ("groups", c_void_p), ("places", c_void_p), ("row_experts", c_void_p),
+        ("pairs", c_int), ("first_expert", c_int), ("experts", c_int), ("token_tile", c_int),
+    )  # fmt: skip
+
+
+class _ScatterArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p), ("places", c_void_p), ("to", gemm.QuantizedArgs), ("copy", c_void_p), ("top_k", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _GateArgs(ctypes.Structure):
+    _fields_ = (
+        ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("to", gemm.QuantizedArgs),
+        ("copy", c_void_p), ("experts", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _CombineArgs(ctypes.Structure):
+    _fields_ = (
+        ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("places", c_void_p),
+        ("weights", c_void_p), ("out", c_void_p), ("experts", c_int), ("top_k", c_int),
+    )  # fmt: skip
+
+
+def route(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+    live: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.route. live: bool [T] or None; rows that are not live (padding) get ids -1 and weights 0."""
+    tokens, experts = logits.shape
+    if experts > _MAX_ROUTED or top_k > 32 or num_groups > 32:
+        raise KernelContractError(
+            "route", f"at most {_MAX_ROUTED} experts, 32 choices and 32 groups, got {experts}, {top_k} and {num_groups}"
+        )
+    if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
+        raise KernelContractError("route", f"bias must be contiguous FP32, got {bias.dtype}")
+    if live is not None and (live.dtype is not torch.bool or live.shape != (tokens,) or not live.is_contiguous()):
+        raise KernelContractError("route", f"live must be contiguous bool [{tokens}]")
+    logits = logits.contiguous()
+    weights = torch.empty(tokens, top_k, device=logits.device)
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    if tokens == 0:
+        return weights, ids
+    args = _RouteArgs(
+        logits.data_ptr(), binding.pointer(bias), binding.pointer(live), weights.data_ptr(), ids.data_ptr(),
+        tokens, experts, top_k, num_groups, top_groups, int(scoring == "sigmoid"), int(normalize), scaling_factor,
+    )  # fmt: skip
+    size = next(s for s in (256, 512, 1024) if s >= experts)
+    _launch("route", f"route_{size}", logits.device, -(-tokens // _ROUTE_WARPS), 32 * _ROUTE_WARPS, args)
+    return weights, ids
+
+
+def grouped_mlp(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+) -> torch.Tensor:
+    """See ops.grouped_mlp. More than MAX_PAIRS pairs run in several passes over the experts."""
+    op = "grouped_mlp"
+    tokens, top_k = ids.shape
+    if x.dtype is torch.float32:
+        return _grouped_mlp_fp32(x, weights, ids, gate_up, down, first_expert)
+    for weight in (gate_up, down):
+        data, scale = _parts(weight)
+        if scale is None and data.dtype is not torch.bfloat16:
+            raise KernelContractError(op, f"expert weights must be BF16 or block-scaled FP8 beside BF16 activations, got {data.dtype}")
+        gemm.check_weight(op, data, scale)
+    experts, _, hidden = _parts(gate_up)[0].shape
+    if experts > MAX_EXPERTS:
+        raise KernelContractError(op, f"at most {MAX_EXPERTS} local experts, got {experts}")
+    if hidden % 16 or _parts(down)[0].shape[2] % 16:
+        raise KernelContractError(op, f"hidden and expert width must be multiples of 16, got {hidden} and {_parts(down)[0].shape[2]}")
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+    out = torch.empty_like(x)
+    step = max(1, MAX_PAIRS // top_k)
+    for i in range(0, tokens, step):
+        rows = slice(i, min(i + step, tokens))
+        _one_pass(x[rows], weights[rows], ids[rows], gate_up, down, first_expert, out[rows])
+    return out
+
+
+def _one_pass(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, first_expert: int, out: torch.Tensor
+) -> None:
+    device = x.device
+    tokens, top_k = ids.shape
+    pairs = tokens * top_k
+    gate_up_data, gate_up_scale = _parts(gate_up)
+    down_data, down_scale = _parts(down)
+    experts, width, hidden = gate_up_data.shape
+    inner = width // 2
+    token_tile = _token_tile(tokens)
+
+    groups = torch.empty(2, experts + 1, dtype=torch.int32, device=device)
+    places = torch.empty(pairs, dtype=torch.int32, device=device)
+    row_experts = torch.empty(pairs, dtype=torch.int32, device=device)
+    sort = _SortArgs(
+        ids.data_ptr(), groups.data_ptr(), places.data_ptr(), row_experts.data_ptr(), pairs, first_expert, experts, token_tile
+    )
+    _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort)
+
+    rows, rows_scale, to, copy = _empty_rows(pairs, hidden, device, quantized=gate_up_scale is not None)
+    scatter = _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
+    _launch("moe", f"scatter_{_kind(gate_up_scale)}", device, gemm.block_grid(tokens, hidden), _THREADS, scatter, overlap=True)
+    both = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
+    product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
+
+    gated, gated_scale, to, copy = _empty_rows(pairs, inner, device, quantized=down_scale is not None)
+    gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts)
+    _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(pairs, inner), _THREADS, gate, overlap=True)
+    each = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
+    product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)
+
+    combine = _CombineArgs(
+        product.args, groups.data_ptr(), row_experts.data_ptr(), places.data_ptr(), weights.data_ptr(), out.data_ptr(), experts, top_k
+    )
+    _launch("moe", "combine_experts", device, gemm.tile_grid(tokens, hidden), _THREADS, combine, overlap=True)
+
+
+def _token_tile(tokens: int) -> int:
+    """Tokens of an expert that share one read of its weights: enough for nearly all experts at the usual 1 in 16 or less
+    of the tokens an expert gets, without fetching rows that are not there."""
+    for tile, most in ((8, 8), (16, 16), (32, 256), (64, 1024)):
+        if tokens <= most:
+            return tile
+    return gemm.TOKEN_TILES[-1]
+
+
+def _empty_rows(
+    pairs: int, width: int, device: torch.device, *, quantized: bool
+) -> tuple[torch.Tensor, torch.Tensor | None, gemm.QuantizedArgs, int | None]:
+    """Room for sorted rows: (data, scale, and where the kernel that fills them finds either form)."""
+    if quantized:
+        q: QuantizedActivation = gemm.empty_activation(pairs, width, device)
+        return q.data, q.scale, gemm.quantized_args(q), None
+    rows = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
+    return rows, None, gemm.QuantizedArgs(None, None, width, 0), rows.data_ptr()
+
+
+def _parts(weight: Weight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight.data, weight.scale) if isinstance(weight, BlockScaledWeight) else (weight, None)
+
+
+def _kind(scale: torch.Tensor | None) -> str:
+    return "bf16" if scale is None else "fp8"
+
+
+def _grouped_mlp_fp32(
+    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, first_expert: int
+) -> torch.Tensor:
+    """FP32 activations exist for equality tests on small models: every expert computes every token, weight 0 for most."""
+    out = torch.zeros_like(x)
+    for e in range(_parts(gate_up)[0].shape[0]):
+        up_e, down_e = (BlockScaledWeight(w.data[e], w.scale[e]) if isinstance(w, BlockScaledWeight) else w[e] for w in (gate_up, down))
+        gate, up = gemm.linear(x, up_e).chunk(2, dim=-1)
+        share = torch.where(ids == first_expert + e, weights, 0.0).sum(dim=-1, keepdim=True)
+        y = gemm.linear((F.silu(gate) * up), down_e)
+        out += torch.where(share != 0, share * y, 0.0)
+    return out
+
+
+def _launch(
+    module: str, name: str, device: torch.device, grid: int, threads: int, args: ctypes.Structure, *, overlap: bool = False
+) -> None:
+    with torch.cuda.device(device):
+        binding.kernel(module, name, device.index).launch(grid, threads, args, overlap=overlap)
