@@ -13,6 +13,8 @@ from models.deepseek import deepseek_layers, is_deepseek_draft_tensor
 from models.layers.embedding import Embedding, Head
 from models.layers.norm import RMSNorm
 from models.layers.rope import rope_table
+from models.longcat import is_longcat_draft_tensor, longcat_layers
+from models.mtp import MTPHead, require_mtp
 from models.parallel import ParallelContext
 from models.weights import Checkpoint, Inventory, Progress, RandomSource, Source, Weights
 
@@ -28,13 +30,14 @@ class CausalLM:
         self.config = config
         self.embedding = Embedding(model, "embed_tokens", config.vocab_size, hidden, parallel)
         cos_sin = rope_table(config.rope, config.qk_rope_head_dim, max_model_len, weights.device)
-        self.layers = deepseek_layers(model, config, parallel, cos_sin)
+        build_layers = longcat_layers if config.family == "longcat" else deepseek_layers
+        self.layers = build_layers(model, config, parallel, cos_sin)
         self.norm = RMSNorm(model.norm("norm", hidden), config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.head = Head(self.embedding.weight, config.vocab_size, parallel)
         else:
             self.head = Head.load(weights, "lm_head", config.vocab_size, hidden, parallel)
-        self.mtp = None
+        self.mtp = MTPHead(model, config, parallel, cos_sin, self.embedding) if with_mtp else None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """Hidden states [T, D] after the final norm; writes this step's keys into the caches."""
@@ -71,6 +74,8 @@ def load_model(
     """
     device = torch.device(device)
     keep_fp8 = device.type == "cuda"
+    if with_mtp:
+        require_mtp(config)
     max_model_len = max_model_len or config.max_position_embeddings
 
     def build(source: Source, where: torch.device) -> CausalLM:
@@ -90,7 +95,8 @@ def load_model(
         warnings.warn(f"{folder}: config.json announces FP8 weights, but the files hold none; read as they are", stacklevel=2)
     inventory = Inventory(checkpoint)
     build(inventory, torch.device("meta"))
-    inventory.check(lambda name: is_deepseek_draft_tensor(name, config))
+    is_draft_tensor = is_longcat_draft_tensor if config.family == "longcat" else is_deepseek_draft_tensor
+    inventory.check(lambda name: is_draft_tensor(name, config))
     checkpoint.bytes_total, checkpoint.progress = inventory.bytes, progress
     model = build(checkpoint, device)
     checkpoint.close()

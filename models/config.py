@@ -234,27 +234,27 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
         raise ModelConfigError(f"qk_rope_head_dim: must be even, got {rope_dim}")
     rope = _rope(fields)
     eos = fields.raw.get("eos_token_id")
-    return dict(
-        family=family,
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_heads=fields.integer("num_attention_heads"),
-        q_lora_rank=None if q_lora_rank is None else fields.integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=rope_dim,
-        v_head_dim=fields.integer("v_head_dim"),
-        rope=rope,
-        softmax_scale=(nope + rope_dim) ** -0.5 * (rope.yarn.softmax_factor if rope.yarn else 1.0),
-        latent_norm_eps=1e-6,
-        max_position_embeddings=fields.integer("max_position_embeddings"),
-        num_mtp_layers=fields.integer("num_nextn_predict_layers", 0, low=0),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        quantization=_quantization(fields),
-        bos_token_id=fields.raw.get("bos_token_id"),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-    )
+    return {
+        "family": family,
+        "architecture": architecture,
+        "vocab_size": fields.integer("vocab_size"),
+        "hidden_size": fields.integer("hidden_size"),
+        "num_heads": fields.integer("num_attention_heads"),
+        "q_lora_rank": None if q_lora_rank is None else fields.integer("q_lora_rank"),
+        "kv_lora_rank": fields.integer("kv_lora_rank"),
+        "qk_nope_head_dim": nope,
+        "qk_rope_head_dim": rope_dim,
+        "v_head_dim": fields.integer("v_head_dim"),
+        "rope": rope,
+        "softmax_scale": (nope + rope_dim) ** -0.5 * (rope.yarn.softmax_factor if rope.yarn else 1.0),
+        "latent_norm_eps": 1e-6,
+        "max_position_embeddings": fields.integer("max_position_embeddings"),
+        "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
+        "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
+        "quantization": _quantization(fields),
+        "bos_token_id": fields.raw.get("bos_token_id"),
+        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+    }
 
 
 def _deepseek(fields: _Fields, architecture: str) -> ModelConfig:
@@ -388,9 +388,12 @@ def _quantization(fields: _Fields) -> QuantizationConfig | None:
         return None
     if not isinstance(raw, dict):
         raise ModelConfigError(f"quantization_config: must be an object, got {raw!r}")
-    for name, supported in dict(
-        quant_method="fp8", weight_block_size=[WEIGHT_BLOCK] * 2, fmt="e4m3", activation_scheme="dynamic"
-    ).items():
+    for name, supported in {
+        "quant_method": "fp8",
+        "weight_block_size": [WEIGHT_BLOCK] * 2,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+    }.items():
         if raw.get(name, supported if name in ("fmt", "activation_scheme") else None) != supported:
             raise ModelConfigError(f"quantization_config.{name}: {raw.get(name)!r} is not supported, only {supported!r}")
     scale_format = raw.get("scale_fmt") or "float"
