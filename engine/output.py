@@ -94,7 +94,8 @@ class OutputStream:
         delta = self._unsent
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs = [
-                scored and self._scored(scored, piece) for scored, piece in zip(output.prompt_logprobs, self.prompt_pieces())
+                None if scored is None else self._scored(scored, piece)
+                for scored, piece in zip(output.prompt_logprobs, self.prompt_pieces())
             ]
         last = len(output.token_ids) - 1
         for index, token_id in enumerate(output.token_ids):
