@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from models.config import ModelConfig
 
 from engine.errors import ConfigError
 from kernels.layout import BLOCK_SIZE, CacheFormat, LatentCache
+from models.config import ModelConfig
 
 CPU_CACHE_BYTES = 1 << 30  # default on a CPU, where "free memory" belongs to everybody
 
@@ -27,20 +27,15 @@ def bytes_per_token(model: ModelConfig, fmt: CacheFormat, num_speculative_tokens
     return layers * fmt.bytes_per_token(model.kv_lora_rank, model.qk_rope_head_dim)
 
 
-def num_blocks_for(memory_bytes: int, block_bytes: int, max_model_len: int) -> int:
-    """Usable blocks in `memory_bytes`, one null block set aside. Raises ConfigError when not a single block fits."""
+def num_blocks_for(memory_bytes: int, block_bytes: int, most: int) -> int:
+    """Usable blocks in `memory_bytes`, one null block set aside, at most `most`. Raises ConfigError when not one fits."""
     blocks = memory_bytes // block_bytes - 1
     if blocks < 1:
         raise ConfigError(
-            f"the cache has {memory_bytes} bytes, one block of {BLOCK_SIZE} tokens takes {block_bytes} and two are the least: "
-            "raise cache_memory_bytes or memory_fraction, or use the fp8 cache"
+            f"the cache has {max(0, memory_bytes)} bytes, one block of {BLOCK_SIZE} tokens takes {block_bytes} and two are the "
+            "least: raise cache_memory_bytes or memory_fraction, use more ranks, or use the fp8 cache"
         )
-    return min(blocks, _useful_blocks(max_model_len))
-
-
-def _useful_blocks(max_model_len: int) -> int:
-    """More blocks than 4,096 sequences of full length can never be used; keeps tiny models from filling a device."""
-    return 4096 * -(-max_model_len // BLOCK_SIZE)
+    return min(blocks, most)
 
 
 @dataclass(frozen=True)

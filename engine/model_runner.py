@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from models.causal_lm import CausalLM
 
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
@@ -24,6 +23,7 @@ from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
 from models.batch import AttentionMetadata, ContextPiece, ForwardBatch, PrefillMetadata
+from models.causal_lm import CausalLM
 from models.config import ModelConfig
 from models.parallel import ParallelContext
 
@@ -167,9 +167,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
-        """Enqueue one step; all ranks of a replica run the same plan. A plan without rows still takes part in collectives."""
+        """Enqueue one step; all ranks of a replica run the same plan.
+
+        A plan without rows runs the same code on zero-length tensors, since other replicas may wait in the collectives of
+        the model; only when they agreed that nobody has work is there nothing to run.
+        """
         timer = _Timer(self.device)
         self._take_rows(plan)
+        if plan.agreement is not None and not plan.agreement.any_work:
+            timer.stop()
+            return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)]), [], timer)
         inputs = self._fill(plan)
         hidden = self.model.forward(inputs.batch)
         steps = (*plan.decodes, *plan.prefills)
@@ -341,7 +348,9 @@ def _tokens_of(decodes: Sequence[SequenceStep], prefills: Sequence[SequenceStep]
 
 def _new_blocks_of(plan: StepPlan, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(row int64, column int64, block int32) of every block the plan adds; num_blocks counts them already."""
-    rows, columns, blocks = [], [], []
+    rows: list[int] = []
+    columns: list[int] = []
+    blocks: list[int] = []
     for step in (*plan.decodes, *plan.prefills):
         if count := len(step.new_blocks):
             rows += [step.row] * count

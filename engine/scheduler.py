@@ -183,11 +183,13 @@ class Scheduler:
             raise RuntimeError("two steps are in flight: update with the older one's result first")
         if self.must_wait:
             return StepPlan(step=self._num_steps)
+        num_preemptions = self._num_preemptions
         decodes, holders, prefilling, settled = self._plan_decodes()
         budget = self._config.max_num_batched_tokens - sum(step.num_tokens for step in decodes)
         chunks, budget = self._share_among_prefills(prefilling, budget)
         admitted: list[Request] = []
-        if settled and self._waiting:
+        # A victim of this very step may owe a token to a result in flight: admitted now, it would sample that token again.
+        if settled and self._waiting and self._num_preemptions == num_preemptions:
             budget = self._admit(chunks, budget)
             admitted = [chunk.request for chunk in chunks[len(prefilling) :]]
         self._spend_rest(chunks, budget)

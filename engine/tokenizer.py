@@ -117,7 +117,7 @@ class Tokenizer:
     def _encode_text(self, text: str) -> list[int]:
         try:
             return self._text.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except UnicodeEncodeError as error:  # a lone surrogate, which JSON escapes can smuggle in
+        except (TypeError, UnicodeEncodeError) as error:  # a lone surrogate, which JSON escapes can smuggle in
             raise RequestRejected("prompt: is not valid Unicode text (a lone surrogate)", param="prompt") from error
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
