@@ -129,9 +129,16 @@ def kernel(module: str, name: str, device_index: int, defines: tuple[tuple[str, 
 
 @lru_cache(maxsize=4096)
 def tensor_map(
-    op: str, address: int, element: torch.dtype, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+    op: str,
+    address: int,
+    element: torch.dtype,
+    dims: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    *,
+    swizzle: bool = True,
 ) -> TensorMap:
-    """A SWIZZLE_128B tensor map; innermost dimension first, strides in bytes from the second dimension on.
+    """A tensor map, SWIZZLE_128B unless said; innermost dimension first, strides in bytes from the second dimension on.
 
     L2 promotion is 128 B: 256 B costs 6 % of the bandwidth on pages in random order.
     """
@@ -139,7 +146,9 @@ def tensor_map(
     codes = {
         torch.float8_e4m3fn: types.CU_TENSOR_MAP_DATA_TYPE_UINT8,
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }
+    swizzles = driver.CUtensorMapSwizzle
     (encoded,) = check(
         op,
         driver.cuTensorMapEncodeTiled(
@@ -147,7 +156,7 @@ def tensor_map(
             [driver.cuuint64_t(d) for d in dims], [driver.cuuint64_t(s) for s in strides],
             [driver.cuuint32_t(b) for b in box], [driver.cuuint32_t(1)] * len(dims),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),

@@ -40,6 +40,14 @@ MODULES = {
     "decode_combine": Module("mla_decode/combine.cu"),
     "decode_fp8": Module("mla_decode/fp8.cu", spill_allowance=96),
     "decode_bf16": Module("mla_decode/bf16.cu"),
+    "quantize": Module("gemm/quantize.cu"),
+    "gemm_fp8": Module("gemm/stream_fp8.cu"),
+    "gemm_bf16": Module("gemm/stream_bf16.cu"),
+    "gemm_finish": Module("gemm/finish.cu"),
+    "route": Module("moe/route.cu"),
+    "moe_sort": Module("moe/sort.cu"),
+    "moe": Module("moe/experts.cu"),
+    "read_rate": Module("common/read_rate.cu"),
 }
 
 

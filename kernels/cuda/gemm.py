@@ -88,7 +88,9 @@ def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
     _require_rows(op, gate_up)
     width = gate_up.shape[1] // 2
     if gate_up.dtype is not torch.bfloat16 or gate_up.shape[1] % 32:
-        raise KernelContractError(op, f"gate_up must be BF16 [T, 2 I] with I a multiple of 16, got {gate_up.dtype} {tuple(gate_up.shape)}")
+        raise KernelContractError(
+            op, f"gate_up must be BF16 [T, 2 I] with I a multiple of 16, got {gate_up.dtype} {tuple(gate_up.shape)}"
+        )
     q = empty_activation(gate_up.shape[0], width, gate_up.device)
     if gate_up.shape[0]:
         args = _QuantizeArgs(gate_up.data_ptr(), quantized_args(q), gate_up.stride(0))
@@ -248,13 +250,17 @@ def check_weight(op: str, data: torch.Tensor, scale: torch.Tensor | None) -> Non
     """What the tensor maps and the stores need of a weight [..., N, K]."""
     n, k = data.shape[-2:]
     if k * data.itemsize % 16 or n % 4:
-        raise KernelContractError(op, f"the weight's rows must be a multiple of 16 bytes and N of 4, got N {n} and K {k} ({data.dtype})")
+        raise KernelContractError(
+            op, f"the weight's rows must be a multiple of 16 bytes and N of 4, got N {n} and K {k} ({data.dtype})"
+        )
     if not data.is_contiguous() or data.data_ptr() % 16:
         raise KernelContractError(op, "the weight must be contiguous and aligned to 16 bytes")
     if scale is not None:
         blocks = (*data.shape[:-2], -(-n // WEIGHT_BLOCK), -(-k // WEIGHT_BLOCK))
         if scale.shape != blocks or scale.dtype is not torch.float32 or not scale.is_contiguous():
-            raise KernelContractError(op, f"the weight's scale must be contiguous FP32 {blocks}, got {scale.dtype} {tuple(scale.shape)}")
+            raise KernelContractError(
+                op, f"the weight's scale must be contiguous FP32 {blocks}, got {scale.dtype} {tuple(scale.shape)}"
+            )
 
 
 def _map(t: torch.Tensor, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> binding.TensorMap:

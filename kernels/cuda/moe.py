@@ -105,13 +105,17 @@ def grouped_mlp(
     for weight in (gate_up, down):
         data, scale = _parts(weight)
         if scale is None and data.dtype is not torch.bfloat16:
-            raise KernelContractError(op, f"expert weights must be BF16 or block-scaled FP8 beside BF16 activations, got {data.dtype}")
+            raise KernelContractError(
+                op, f"expert weights must be BF16 or block-scaled FP8 beside BF16 activations, got {data.dtype}"
+            )
         gemm.check_weight(op, data, scale)
     experts, _, hidden = _parts(gate_up)[0].shape
     if experts > MAX_EXPERTS:
         raise KernelContractError(op, f"at most {MAX_EXPERTS} local experts, got {experts}")
     if hidden % 16 or _parts(down)[0].shape[2] % 16:
-        raise KernelContractError(op, f"hidden and expert width must be multiples of 16, got {hidden} and {_parts(down)[0].shape[2]}")
+        raise KernelContractError(
+            op, f"hidden and expert width must be multiples of 16, got {hidden} and {_parts(down)[0].shape[2]}"
+        )
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
     out = torch.empty_like(x)
     step = max(1, MAX_PAIRS // top_k)
@@ -122,7 +126,13 @@ def grouped_mlp(
 
 
 def _one_pass(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, first_expert: int, out: torch.Tensor
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    first_expert: int,
+    out: torch.Tensor,
 ) -> None:
     device = x.device
     tokens, top_k = ids.shape
@@ -154,7 +164,14 @@ def _one_pass(
     product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)
 
     combine = _CombineArgs(
-        product.args, groups.data_ptr(), row_experts.data_ptr(), places.data_ptr(), weights.data_ptr(), out.data_ptr(), experts, top_k
+        product.args,
+        groups.data_ptr(),
+        row_experts.data_ptr(),
+        places.data_ptr(),
+        weights.data_ptr(),
+        out.data_ptr(),
+        experts,
+        top_k,
     )
     _launch("moe", "combine_experts", device, gemm.tile_grid(tokens, hidden), _THREADS, combine, overlap=True)
 
@@ -193,7 +210,9 @@ def _grouped_mlp_fp32(
     """FP32 activations exist for equality tests on small models: every expert computes every token, weight 0 for most."""
     out = torch.zeros_like(x)
     for e in range(_parts(gate_up)[0].shape[0]):
-        up_e, down_e = (BlockScaledWeight(w.data[e], w.scale[e]) if isinstance(w, BlockScaledWeight) else w[e] for w in (gate_up, down))
+        up_e, down_e = (
+            BlockScaledWeight(w.data[e], w.scale[e]) if isinstance(w, BlockScaledWeight) else w[e] for w in (gate_up, down)
+        )
         gate, up = gemm.linear(x, up_e).chunk(2, dim=-1)
         share = torch.where(ids == first_expert + e, weights, 0.0).sum(dim=-1, keepdim=True)
         y = gemm.linear((F.silu(gate) * up), down_e)

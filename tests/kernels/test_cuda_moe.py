@@ -1,0 +1,198 @@
+"""Expert choice and the grouped expert MLP on Hopper, against the reference backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.cuda import gemm, moe
+from kernels.errors import KernelContractError
+from kernels.layout import FP8, BlockScaledWeight, Weight
+from kernels.reference import moe as reference
+from tests.kernels.poison import poison_free_memory
+from tests.kernels.test_cuda_gemm import worst_row_error
+
+pytestmark = pytest.mark.hopper
+
+V3 = {"scoring": "sigmoid", "top_k": 8, "num_groups": 8, "top_groups": 4, "normalize": True, "scaling_factor": 2.5}
+KIMI = {"scoring": "sigmoid", "top_k": 8, "num_groups": 1, "top_groups": 1, "normalize": True, "scaling_factor": 2.827}
+V2 = {"scoring": "softmax", "top_k": 6, "num_groups": 8, "top_groups": 3, "normalize": False, "scaling_factor": 16.0}
+LITE = {"scoring": "softmax", "top_k": 6, "num_groups": 1, "top_groups": 1, "normalize": False, "scaling_factor": 1.0}
+LONGCAT = {"scoring": "softmax", "top_k": 12, "num_groups": 1, "top_groups": 1, "normalize": False, "scaling_factor": 6.0}
+
+
+def experts(count: int, n: int, k: int, quantized: bool = True) -> Weight:
+    real = torch.randn(count, n, k, device="cuda") / k**0.5
+    if not quantized:
+        return real.bfloat16()
+    data = (real * 128).clamp(-448, 448).to(FP8)
+    scale = torch.rand(count, -(-n // 128), -(-k // 128), device="cuda").add(0.5) / 128
+    return BlockScaledWeight(data, scale)
+
+
+def choices(tokens: int, top_k: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.rand(tokens, total, device="cuda").topk(top_k, dim=-1).indices.int()
+    return torch.rand(tokens, top_k, device="cuda"), ids
+
+
+# ---- router -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17, 65])
+@pytest.mark.parametrize(
+    ("count", "biased", "kind"),
+    [
+        (256, True, V3),
+        (384, True, KIMI),
+        (160, False, V2),
+        (64, False, LITE),
+        (768, True, LONGCAT),
+        (40, True, {**V3, "num_groups": 10, "top_groups": 3}),
+    ],
+)
+def test_route_matches_the_reference(tokens: int, count: int, biased: bool, kind: dict) -> None:
+    logits = torch.randn(tokens, count, device="cuda") * 2
+    bias = torch.randn(count, device="cuda") * 0.1 if biased else None
+    poison_free_memory()
+    weights, ids = moe.route(logits, bias, **kind)
+    expected_weights, expected_ids = reference.route(logits, bias, **kind)
+    got, order = ids.sort(dim=-1)
+    expected, expected_order = expected_ids.sort(dim=-1)
+    assert torch.equal(got, expected)
+    torch.testing.assert_close(weights.gather(-1, order), expected_weights.gather(-1, expected_order), rtol=1e-5, atol=1e-7)
+
+
+def test_route_prefers_the_lower_id_and_survives_nan() -> None:
+    """Reports N05, N16: a padded row may hold NaN; it gets real ids and leaves its neighbours alone."""
+    logits = torch.zeros(3, 256, device="cuda")
+    logits[1] = float("nan")
+    weights, ids = moe.route(logits, torch.zeros(256, device="cuda"), **V3)
+    assert ids[0].tolist() == ids[2].tolist() == list(range(8))
+    assert sorted(ids[1].tolist()) == sorted(set(ids[1].tolist())) and ids[1].min() >= 0 and ids[1].max() < 256
+    assert torch.equal(weights[0], weights[2]) and not weights[0].isnan().any()
+
+
+def test_rows_that_are_not_live_choose_nobody() -> None:
+    """Report N16: top-k masks padding."""
+    logits = torch.randn(5, 768, device="cuda")
+    live = torch.tensor([True, False, True, False, False], device="cuda")
+    weights, ids = moe.route(logits, None, live=live, **LONGCAT)
+    full_weights, full_ids = moe.route(logits, None, **LONGCAT)
+    assert torch.equal(ids[live], full_ids[live]) and torch.equal(weights[live], full_weights[live])
+    assert (ids[~live] == -1).all() and (weights[~live] == 0).all()
+
+
+# ---- grouped MLP ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17, 64, 65, 200, 1100])
+@pytest.mark.parametrize(("hidden", "inner"), [(512, 256), (1040, 192)])
+@pytest.mark.parametrize("kinds", [(True, True), (False, False), (True, False)])
+def test_grouped_mlp_matches_the_reference(tokens: int, hidden: int, inner: int, kinds: tuple[bool, bool]) -> None:
+    """Report N22, C02: remote and zero-computation experts, ids out of range and -1 among the choices.
+
+    Sixteen of 48 experts are local; 192 puts the border of gate and up inside a 128 block.
+    """
+    gate_up, down = experts(16, 2 * inner, hidden, kinds[0]), experts(16, hidden, inner, kinds[1])
+    weights, ids = choices(tokens, 6, 48)
+    ids[torch.rand(tokens, 6, device="cuda") < 0.2] = -1
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=16)
+    poison_free_memory()
+    y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=16)
+    none_local = ((ids < 16) | (ids >= 32)).all(dim=-1)
+    assert (y[none_local] == 0).all()
+    assert worst_row_error(y[~none_local], expected[~none_local].double()) < 2e-2  # a code of the inner row may flip
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 300])
+def test_all_tokens_to_one_expert(tokens: int) -> None:
+    gate_up, down = experts(64, 512, 1024), experts(64, 1024, 256)
+    x = torch.randn(tokens, 1024, device="cuda").bfloat16()
+    ids = torch.full((tokens, 2), -1, dtype=torch.int32, device="cuda")
+    ids[:, 1] = 41
+    weights = torch.rand(tokens, 2, device="cuda")
+    expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    poison_free_memory()
+    y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    assert worst_row_error(y, expected.double()) < 2e-2
+
+
+def test_nobody_is_local() -> None:
+    x = torch.randn(9, 512, device="cuda").bfloat16()
+    ids = torch.full((9, 4), 2**31 - 1, dtype=torch.int32, device="cuda")
+    ids[::2] = -(2**31)
+    poison_free_memory()
+    y = moe.grouped_mlp(x, torch.ones(9, 4, device="cuda"), ids, experts(4, 512, 512), experts(4, 512, 256), first_expert=7)
+    assert (y == 0).all()
+    assert moe.grouped_mlp(
+        x[:0], torch.ones(0, 4, device="cuda"), ids[:0], experts(4, 512, 512), experts(4, 512, 256), first_expert=0
+    ).shape == (0, 512)
+
+
+def test_a_token_does_not_depend_on_its_batch_or_on_nan_beside_it() -> None:
+    """Reports N05, N16: padded rows of NaN that kept their choices."""
+    gate_up, down = experts(8, 512, 512), experts(8, 512, 256)
+    x = torch.randn(40, 512, device="cuda").bfloat16()
+    weights, ids = choices(40, 3, 8)
+    together = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    x[1::2] = float("nan")
+    beside_nan = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    assert worst_row_error(beside_nan[::2], together[::2].double()) < 2e-3
+    again = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    assert torch.equal(again[::2], beside_nan[::2])
+
+
+def test_more_pairs_than_one_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report N12: the workspace is bounded and larger batches are cut, with the same result."""
+    gate_up, down = experts(8, 512, 512), experts(8, 512, 256)
+    x = torch.randn(100, 512, device="cuda").bfloat16()
+    weights, ids = choices(100, 3, 8)
+    whole = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    monkeypatch.setattr(moe, "MAX_PAIRS", 64)
+    assert worst_row_error(moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0), whole.double()) < 2e-3
+
+
+@pytest.mark.parametrize("quantized", [True, False])
+def test_grouped_mlp_replays_in_a_graph_with_new_choices(quantized: bool) -> None:
+    gate_up, down = experts(16, 768, 640, quantized), experts(16, 640, 384, quantized)
+    x = torch.randn(33, 640, device="cuda").bfloat16()
+    weights, ids = choices(33, 4, 20)
+
+    def step() -> torch.Tensor:
+        return moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+    for live in (33, 5, 0):
+        x.copy_(torch.randn_like(x))
+        ids.copy_(choices(33, 4, 20)[1])
+        ids[live:] = -1
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, step())
+        assert (y[live:] == 0).all()
+
+
+def test_fp32_activations_agree_with_the_reference() -> None:
+    gate_up, down = experts(8, 256, 256), experts(8, 256, 128)
+    x = torch.randn(17, 256, device="cuda")
+    weights, ids = choices(17, 3, 12)
+    expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=2)
+    y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=2)
+    assert y.dtype is torch.float32
+    torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+def test_unsupported_experts_are_refused_by_name() -> None:
+    x = torch.randn(2, 512, device="cuda").bfloat16()
+    weights, ids = choices(2, 2, 4)
+    with pytest.raises(KernelContractError, match="BF16 or block-scaled FP8"):
+        moe.grouped_mlp(x, weights, ids, experts(4, 512, 512, False).float(), experts(4, 512, 256), first_expert=0)
+    with pytest.raises(KernelContractError, match="512 local experts"):
+        moe.grouped_mlp(x, weights, ids, experts(513, 32, 512), experts(513, 512, 16), first_expert=0)
+    with pytest.raises(KernelContractError, match="at most 1024 experts"):
+        moe.route(torch.randn(2, 1025, device="cuda"), None, **LITE)
+    assert gemm.TOKEN_TILES[-1] == 128
