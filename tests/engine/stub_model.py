@@ -1,7 +1,8 @@
 """A model whose output depends on every cached token, small enough to be computed by hand.
 
-hidden(p) = sum over q <= p of embedding[token q] * cos(q); logits = hidden @ head. It reads the whole past through the
-paged cache exactly as a real model is told to: wrong slots, tables, lengths or context pieces change its tokens.
+With x(p) = embedding[token p] * cos(p): hidden(p) = 2 x(p) + sum over q <= p of x(q) / sqrt(p + 1); logits = hidden @ head.
+It reads the whole past through the paged cache exactly as a real model is told to: wrong slots, tables, lengths or context
+pieces change its tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class StubModel:
                     hidden[start:end] += self._fetch(batch, pre.block_table[i], int(piece.starts[i]), size).sum(0)
                     assert size <= piece.max_len and int(piece.cu_lens[-1]) == piece.total
             assert max(b - a for a, b in itertools.pairwise(ends)) == pre.max_len_q
-        return hidden
+        return 2 * x + hidden / (batch.positions[:, None] + 1).sqrt()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.rows_of_logits.append(len(hidden))
@@ -75,7 +76,8 @@ class StubModel:
     def expected_logits(self, tokens: Sequence[int]) -> torch.Tensor:
         """[len(tokens), VOCAB], straight from the definition."""
         x = self.embedding[torch.tensor(tokens)] * torch.arange(len(tokens)).cos()[:, None]
-        return x.cumsum(0) @ self.head.T
+        count = torch.arange(1, len(tokens) + 1)[:, None]
+        return (2 * x + x.cumsum(0) / count.sqrt()) @ self.head.T
 
     def expected_greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         tokens = list(prompt)

@@ -1,0 +1,368 @@
+"""`LLM(model).generate(prompts, params)`: the engine in the caller's own process, for Python users.
+
+One rank; several GPUs want `python -m engine.launch`. All requests of a call are checked before any of them runs, so a bad
+one raises and harms no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+
+from engine.block_manager import BlockManager
+from engine.chat import ChatTemplate
+from engine.config import EngineConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import ConfigError, RequestRejected
+from engine.executor import build_worker
+from engine.hub import end_token_ids, load_generation_config
+from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
+from engine.output import OutputStream, TokenText
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.tokenizer import Tokenizer
+from models.parallel import ParallelContext
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log probability of one token under the raw distribution; rank 1 is the best."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. finish_reason: "stop", "length", "abort", or "error" with the message in `error`.
+
+    stop_reason: the stop string or stop token id that ended it, None for the end of sequence
+    logprobs: per token, token id -> Logprob of the chosen token and the asked-for alternatives
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """time.time() seconds, over all choices of a request; 0 where it never came to that."""
+
+    arrival_time: float
+    first_scheduled_time: float = 0.0
+    first_token_time: float = 0.0
+    finished_time: float = 0.0
+    num_preemptions: int = 0
+
+    @property
+    def time_in_queue(self) -> float:
+        return max(0.0, self.first_scheduled_time - self.arrival_time)
+
+    @property
+    def time_to_first_token(self) -> float:
+        return max(0.0, self.first_token_time - self.arrival_time)
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its choices, under the names users of vLLM know."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+@dataclass
+class _Choice:
+    """One live choice: what the engine knows as one request."""
+
+    request: int
+    index: int
+    stream: OutputStream
+    params: SamplingParams
+    error: str | None = None
+    finished: bool = False
+
+
+@dataclass
+class _Call:
+    """One prompt of a `generate` call."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    choices: list[_Choice] = field(default_factory=list)
+
+
+class LLM:
+    """model: local folder, hub id, or "demo" for the bundled model.
+
+    options: fields of EngineConfig and SchedulerConfig by name, for example dtype="bfloat16" or max_num_seqs=64
+    info: what "auto" became (engine.executor.WorkerInfo)
+    Raises ConfigError naming the field or file before weights are read.
+    """
+
+    def __init__(self, model: str = "demo", **options: Any) -> None:
+        config = engine_config(model, options)
+        executor, self.info = build_worker(config, ParallelContext.single())
+        self.tokenizer = Tokenizer.load(self.info.folder)
+        self._chat_template = ChatTemplate.load(self.info.folder)
+        self._vocab_size = self.info.model_config.vocab_size
+        turn_end = self._chat_template.turn_end(self.tokenizer)
+        self._eos_token_ids = end_token_ids(self.info.folder, self.tokenizer, turn_end)
+        scheduler = Scheduler(
+            config.scheduler,
+            BlockManager(self.info.num_blocks, config.prefix_cache),
+            max_model_len=self.info.max_model_len,
+            vocab_size=self._vocab_size,
+            num_speculative_tokens=config.num_speculative_tokens,
+            seed=config.seed,
+        )
+        self._core = EngineCore(scheduler, executor, asynchronous=self.info.asynchronous)
+        self._num_requests = 0
+
+    # ---- what users call
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete each prompt; results in the prompts' order.
+
+        prompts: a text, a list of token ids, {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of these
+        sampling_params: one for all prompts or one for each; None takes what the model's generation_config.json recommends
+        Raises RequestRejected for the first bad prompt or parameter, before anything runs.
+        """
+        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
+        return self._run([self._encoded(prompt) for prompt in listed], sampling_params, use_tqdm)  # type: ignore[arg-type]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, through the model's chat template."""
+        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        prompts = [
+            self._chat_template.encode(
+                self.tokenizer,
+                conversation,  # type: ignore[arg-type]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._run(prompts, sampling_params, use_tqdm)  # type: ignore[arg-type]
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends, our defaults elsewhere."""
+        recommended = load_generation_config(self.info.folder)
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        return SamplingParams(**{name: value for name in names if (value := getattr(recommended, name)) is not None})
+
+    def stats(self) -> ReplicaStats:
+        """Totals since start and present load."""
+        return self._core.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prompt beginnings."""
+        self._core.reset_prefix_cache()
+
+    # ---- requests
+
+    def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """(text if known, token ids) of one prompt."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if isinstance(prompt.get("prompt"), str):
+                return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
+        elif isinstance(prompt, (list, tuple)):
+            return None, list(prompt)
+        raise RequestRejected(
+            f"prompt: must be a text, a list of token ids or a dict with prompt_token_ids, got {prompt!r:.60}", param="prompt"
+        )
+
+    def _run(
+        self,
+        prompts: list[tuple[str | None, list[int]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        calls, live = self._add(prompts, self._params_of(sampling_params, len(prompts)))
+        try:
+            with tqdm(total=len(calls), desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as progress:
+                self._loop(calls, live, progress)
+        finally:
+            for request_id in live:  # interrupted or failed: leave the engine as it was
+                self._core.abort(request_id)
+        return [self._result(call) for call in calls]
+
+    def _params_of(
+        self, sampling_params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        if isinstance(sampling_params, SamplingParams):
+            return [sampling_params] * count
+        if len(sampling_params) != count:
+            raise RequestRejected(
+                f"sampling_params: {len(sampling_params)} for {count} prompts; give one, or one a prompt",
+                param="sampling_params",
+            )
+        return sampling_params
+
+    def _add(
+        self, prompts: list[tuple[str | None, list[int]]], all_params: Sequence[SamplingParams]
+    ) -> tuple[list[_Call], dict[str, _Choice]]:
+        """Queue every choice of every prompt, or none of them."""
+        calls: list[_Call] = []
+        live: dict[str, _Choice] = {}
+        try:
+            for (text, ids), params in zip(prompts, all_params):
+                params.validate(self._vocab_size)
+                request_id = str(self._num_requests)
+                self._num_requests += 1
+                call = _Call(request_id, text, ids, RequestMetrics(arrival_time=time.time()))
+                for index in range(params.n):
+                    choice_params = params.for_choice(index)
+                    choice_id = f"{request_id}-{index}"
+                    self._core.add(AddRequest(choice_id, ids, choice_params, call.metrics.arrival_time, self._eos_token_ids))
+                    stream = OutputStream(self.tokenizer, choice_params, ids)
+                    live[choice_id] = _Choice(len(calls), index, stream, choice_params)
+                    call.choices.append(live[choice_id])
+                calls.append(call)
+        except RequestRejected:
+            for choice_id in live:
+                self._core.abort(choice_id)
+            raise
+        return calls, live
+
+    def _loop(self, calls: list[_Call], live: dict[str, _Choice], progress: tqdm) -> None:
+        """Step the engine until the last choice has ended."""
+        unfinished = [len(call.choices) for call in calls]
+        num_tokens, started, shown = 0, time.perf_counter(), 0.0
+        while live:
+            for output in self._core.step():
+                choice = live.get(output.request_id)
+                if choice is None:
+                    continue
+                num_tokens += self._take(output, choice, calls[choice.request].metrics)
+                if choice.finished:
+                    del live[output.request_id]
+                    unfinished[choice.request] -= 1
+                    progress.update(unfinished[choice.request] == 0)
+            now = time.perf_counter()
+            if not progress.disable and (now - shown > 0.2 or not live):
+                shown = now
+                progress.set_postfix_str(f"{num_tokens / max(now - started, 1e-9):.0f} tokens/s")
+
+    def _take(self, output: TokenOutput | RequestFailed, choice: _Choice, metrics: RequestMetrics) -> int:
+        """Take one output of one choice; returns how many tokens it brought."""
+        if isinstance(output, RequestFailed):
+            choice.error, choice.finished = output.message, True
+            return 0
+        delta = choice.stream.push(output)
+        if delta.stopped_by_string:
+            self._core.abort(output.request_id, "stop")
+        choice.finished = choice.stream.finish_reason is not None
+        metrics.num_preemptions = max(metrics.num_preemptions, output.num_preemptions)
+        if output.scheduled_time:
+            metrics.first_scheduled_time = metrics.first_scheduled_time or output.scheduled_time
+        if output.first_token_time:
+            metrics.first_token_time = metrics.first_token_time or output.first_token_time
+        if choice.finished:
+            metrics.finished_time = output.finished_time or time.time()
+        return len(output.token_ids)
+
+    def _result(self, call: _Call) -> RequestOutput:
+        first = call.choices[0].stream
+        return RequestOutput(
+            request_id=call.request_id,
+            prompt=call.prompt,
+            prompt_token_ids=call.prompt_token_ids,
+            prompt_logprobs=_prompt_logprobs(first.prompt_logprobs),
+            outputs=[_completion(choice) for choice in call.choices],
+            metrics=call.metrics,
+            num_cached_tokens=first.num_cached_tokens,
+        )
+
+
+def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+    """EngineConfig from flat options. Raises ConfigError for a name that no field has."""
+    scheduler_names = {f.name for f in dataclasses.fields(SchedulerConfig)}
+    engine_names = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", "scheduler", "parallel"}
+    for name in options:
+        if name in ("dp", "tp", "parallel"):
+            raise ConfigError(f"{name}: LLM runs in one process on one device; start several with python -m engine.launch")
+        if name not in engine_names | scheduler_names:
+            known = ", ".join(sorted(engine_names | scheduler_names))
+            raise ConfigError(f"{name}: no such option; known are {known}")
+    # A call brings all its prompts at once, so the queue has no limit unless one is asked for.
+    scheduler = {"max_queued_requests": 0} | {name: value for name, value in options.items() if name in scheduler_names}
+    engine = {name: value for name, value in options.items() if name in engine_names}
+    return EngineConfig(model=model, scheduler=SchedulerConfig(**scheduler), **engine)
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return bool(prompts) and isinstance(prompts, Sequence) and all(isinstance(item, int) for item in prompts)
+
+
+def _logprobs(entry: TokenText) -> dict[int, Logprob]:
+    """The alternatives in order of rank, and the token itself."""
+    found = {token_id: Logprob(logprob, rank, token) for rank, (token_id, token, _, logprob) in enumerate(entry.top, start=1)}
+    found[entry.token_id] = Logprob(entry.logprob, entry.rank, entry.token)
+    return found
+
+
+def _prompt_logprobs(entries: list[TokenText | None] | None) -> list[dict[int, Logprob] | None] | None:
+    return None if entries is None else [None if entry is None else _logprobs(entry) for entry in entries]
+
+
+def _completion(choice: _Choice) -> CompletionOutput:
+    stream = choice.stream
+    return CompletionOutput(
+        index=choice.index,
+        text=stream.text,
+        token_ids=stream.token_ids,
+        cumulative_logprob=None if stream.logprobs is None else sum(entry.logprob for entry in stream.logprobs),
+        logprobs=None if stream.logprobs is None else [_logprobs(entry) for entry in stream.logprobs],
+        finish_reason=stream.finish_reason if choice.error is None else "error",
+        stop_reason=stream.stop_reason,
+        error=choice.error,
+    )
