@@ -187,7 +187,7 @@ def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: t
     if rows == 0:
         return torch.empty(0, n, dtype=dtype, device=x.data.device)
     if rows > STREAM_MAX_TOKENS and dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0:
-        return _scaled_mm(x, weight)
+        return scaled_mm(x, weight)
     check_weight("linear", weight.data, weight.scale)
     device = x.data.device
     token_tile = next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
@@ -275,7 +275,7 @@ def _is_split(product: ProductArgs | Product, token_tiles: int) -> bool:
     return any(c * units // args.ctas % args.k_blocks for c in range(1, args.ctas))
 
 
-def _scaled_mm(x: QuantizedActivation, weight: BlockScaledWeight) -> torch.Tensor:
+def scaled_mm(x: QuantizedActivation, weight: BlockScaledWeight) -> torch.Tensor:
     """torch's block-scaled product: rows a multiple of 4 (empty_activation pads them), K blocks a multiple of 4."""
     rows, stride = x.data.shape[0], x.scale.stride(1)
     data = x.data.as_strided((stride, x.data.shape[1]), x.data.stride())
