@@ -34,6 +34,7 @@ class FrontEndProcess:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(asdict(config)).encode() + b"\n")
         self.process.stdin.flush()  # and stays open: its end tells the front end that rank 0 is gone
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def address(self) -> Address:
         """Where workers connect. Raises WorkerFailed if the front end ended instead of saying it."""
@@ -43,8 +44,8 @@ class FrontEndProcess:
             raise WorkerFailed(f"the front end ended with status {self.process.wait()} while starting")
         return Address.load(report)
 
-    def watch(self) -> None:
-        """End this process when the front end ends unasked; run in a thread."""
+    def _watch(self) -> None:
+        """End this process when the front end ends unasked."""
         status = self.process.wait()
         if status or not self.orderly.wait(END_WITHIN_S):
             print(f"the front end ended with status {status}; ending the engine", file=sys.stderr, flush=True)

@@ -20,8 +20,21 @@ from engine.served_model import ServedModel, Work
 from engine.tool_calls import ForcedCallParser, ToolCallDelta
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-HTTP_STATUS = {"model_not_found": 404, "queue_full": 503, "shutting_down": 503, "internal": 500}
-ERROR_TYPES = {400: "invalid_request_error", 404: "not_found_error", 500: "internal_error", 503: "service_unavailable_error"}
+HTTP_STATUS = {
+    "model_not_found": 404,
+    "unsupported_media_type": 415,
+    "queue_full": 503,
+    "shutting_down": 503,
+    "not_ready": 503,
+    "internal": 500,
+}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    404: "not_found_error",
+    415: "invalid_request_error",
+    500: "internal_error",
+    503: "service_unavailable_error",
+}
 
 
 class Choice:

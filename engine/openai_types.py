@@ -226,7 +226,7 @@ class DetokenizeRequest(_Schema):
     skip_special_tokens: bool | None = None
 
 
-Request = TypeVar("Request", bound=_Schema)
+Request = TypeVar("Request", bound=BaseModel)
 
 
 def parse_request(kind: type[Request], body: bytes | dict[str, Any]) -> Request:

@@ -145,7 +145,6 @@ def run_worker(
         store = _store(place)
         if front_end is not None:
             store.set("front_end", front_end.address().dump())
-            threading.Thread(target=front_end.watch, daemon=True).start()
         address = Address.load(store.get("front_end"))
         dp_rank = place.rank // config.parallel.tp
         lost = front_end.kill if front_end is not None else lambda: None

@@ -48,7 +48,7 @@ def _frame(message: ToReplica | FromReplica) -> bytes:
     return frame
 
 
-def _configure(socket: zmq.Socket) -> None:
+def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the number of open requests, not here: a dropped message would hang one
     socket.setsockopt(zmq.RCVHWM, 0)
@@ -62,7 +62,7 @@ class FrontEndSocket:
     def __init__(self, host: str) -> None:
         """Bind a free port of `host` (an address, not a name) and hold it."""
         public, private = zmq.curve_keypair()
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         _configure(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -110,7 +110,7 @@ class WorkerSocket:
 
     def __init__(self, address: Address) -> None:
         public, private = zmq.curve_keypair()
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         _configure(self._socket)
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, address.secret.encode())
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, public)

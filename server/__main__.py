@@ -13,19 +13,21 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from engine.config import FrontEndConfig
 from engine.errors import EngineError
+from engine.served_model import ServedModel
 from engine.transport import FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient, State
 from server.http import AccessLog
 from server.metrics import Metrics
-from server.service import Service
+from server.serving import Serving
 from server.startup import StartupTable
 
 REPORT = "SNAPMLA_REPORT"
@@ -64,27 +66,33 @@ class FrontEnd:
         self._config, self._http = config, http
         self._ending: asyncio.Task[None] | None = None
         self._status = 0
+        parallel, server = config.engine.parallel, config.server
+        self._model = ServedModel.load(
+            Path(config.model_folder),
+            name=config.engine.served_model_name or config.engine.model,
+            max_model_len=config.engine.max_model_len,
+            chat_template=server.chat_template,
+            reasoning_parser=server.reasoning_parser,
+            tool_call_parser=server.tool_call_parser,
+        )
         workers = FrontEndSocket(config.bind)
         with os.fdopen(report, "wb") as pipe:
             pipe.write(workers.address.dump())
-        parallel = config.engine.parallel
-        self._metrics = Metrics(config.engine.served_model_name or config.engine.model)
-        self._client = EngineClient(workers, parallel.dp, parallel.world_size, config.server, self._metrics, self._engine_died)
+        self._metrics = Metrics(self._model.name)
+        self._client = EngineClient(workers, parallel.dp, parallel.world_size, server, self._metrics, self._engine_died)
         self._table = StartupTable(parallel.world_size, self._client.waiting_for)
         self._client.on_phase = self._table.add
-        self._service = Service(config, self._client, self._metrics)
-        access_log = AccessLog(config.server.access_log)
-        self._access_log = access_log
+        self._access_log = AccessLog(server.access_log)
         self._server = _Server(
             uvicorn.Config(
-                create_app(self._service, access_log),
+                create_app(Serving(self._model, self._client), server, self._access_log),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
                 ws="none",
-                h11_max_incomplete_event_size=config.server.max_header_bytes * 2,
+                h11_max_incomplete_event_size=server.max_header_bytes * 2,
                 timeout_graceful_shutdown=5,
             )
         )
@@ -113,6 +121,7 @@ class FrontEnd:
             reminding.cancel()
         self._metrics.start_up = self._table.seconds
         ready = self._client.ready[0]
+        self._model.max_model_len = ready.max_model_len
         host, port = self._http.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
@@ -151,11 +160,11 @@ class FrontEnd:
 
 
 class _Lifeline(asyncio.Protocol):
-    def __init__(self, on_end: object) -> None:
+    def __init__(self, on_end: Callable[[], None]) -> None:
         self._on_end = on_end
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._on_end()  # type: ignore[operator]
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_end()
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -67,13 +68,14 @@ class Generation:
     """The tokens of one request (one choice) as they arrive. Single consumer."""
 
     __slots__ = (
-        "_items", "_waiter", "arrival", "arrived_at", "cost", "dp_rank", "failure", "first_token", "group", "last_token",
+        "_items", "_waiter", "arrival", "arrived_at", "cost", "dp_rank", "failure", "first_choice", "first_token", "group", "last_token",
         "request_id", "stopped_at", "terminal",
     )  # fmt: skip
 
-    def __init__(self, request_id: str, group: str, dp_rank: int, cost: int, arrival: float) -> None:
+    def __init__(self, request_id: str, group: str, dp_rank: int, cost: int, arrival: float, first_choice: bool) -> None:
         self.request_id = request_id
         self.group = group  # the id the client knows; its choices share it
+        self.first_choice = first_choice  # of its prompt: the one that counts the prompt's tokens
         self.dp_rank = dp_rank
         self.cost = cost
         self.arrival = arrival
@@ -180,10 +182,13 @@ class EngineClient:
 
     # ---- requests
 
-    def submit(self, group: str, adds: list[AddRequest], max_tokens: int, dp_rank: int | None = None) -> list[Generation]:
-        """Send the choices of one request to one replica. group: its id; max_tokens: of each choice, for the load estimate.
+    def submit(
+        self, group: str, prompts: list[list[AddRequest]], max_tokens: int, dp_rank: int | None = None
+    ) -> list[Generation]:
+        """Send one request: per prompt its choices, which go to one replica. Returns the choices in order.
 
-        Raises RequestRejected when not serving, when the id is in use, or when the override names no replica.
+        group: the id the client knows; max_tokens: of each choice, for the load estimate; dp_rank: a replica the client names
+        Raises RequestRejected when not serving, when the id is in use, or when dp_rank names no replica.
         """
         if self.state is not State.READY:
             code = "shutting_down" if self.state is State.DRAINING else "not_ready"
@@ -194,23 +199,30 @@ class EngineClient:
             )
         if group in self._groups:
             raise RequestRejected(f"request_id: {group!r} is in use", "duplicate_request_id", "request_id")
-        choice = self.router.choose(adds[0].prompt_token_ids, adds[0].salt, max_tokens, len(adds), dp_rank)
-        share, rest = divmod(choice.cost, len(adds))
-        generations = []
-        for index, add in enumerate(adds):
-            generation = Generation(add.request_id, group, choice.dp_rank, share + (rest if index == 0 else 0), add.arrival)
-            self._open[add.request_id] = generation
-            generations.append(generation)
-        self._groups[group] = len(adds)
+        generations: list[Generation] = []
+        self._groups[group] = sum(map(len, prompts))
+        for adds in prompts:
+            choice = self.router.choose(adds[0].prompt_token_ids, adds[0].salt, max_tokens, len(adds), dp_rank)
+            share, rest = divmod(choice.cost, len(adds))
+            for index, add in enumerate(adds):
+                cost = share + (rest if index == 0 else 0)
+                generation = Generation(add.request_id, group, choice.dp_rank, cost, add.arrival, index == 0)
+                self._open[add.request_id] = generation
+                generations.append(generation)
         self._idle.clear()
         self.metrics.open_requests = len(self._open)
-        for add in adds:
-            if not self._send(self._leaders[choice.dp_rank], add):
-                self._fail(f"the connection to replica {choice.dp_rank} is gone")
-        for other, peer in self._leaders.items():
-            if other != choice.dp_rank:
-                self._send(peer, Wake())
+        self._dispatch([add for adds in prompts for add in adds], generations)
         return generations
+
+    def _dispatch(self, adds: list[AddRequest], generations: list[Generation]) -> None:
+        for add, generation in zip(adds, generations, strict=True):
+            if not self._send(self._leaders[generation.dp_rank], add):
+                self._fail(f"the connection to replica {generation.dp_rank} is gone")
+                return
+        busy = {generation.dp_rank for generation in generations}
+        for dp_rank, peer in self._leaders.items():
+            if dp_rank not in busy:
+                self._send(peer, Wake())
 
     def abort(self, generation: Generation) -> None:
         """Drop a request; its terminal output still comes. No effect once it ended."""
@@ -247,6 +259,26 @@ class EngineClient:
         if self.state is State.STARTING:
             return False, "starting"
         return True, self.state.value
+
+    def load(self) -> dict[str, Any]:
+        """Figures over all replicas, for routers and the try-out page."""
+        stats = list(self.metrics.stats.values())
+        blocks = sum(s.num_blocks for s in stats)
+        return {
+            "state": self.state.value,
+            "num_replicas": self.dp,
+            "num_open": len(self._open),
+            "num_running": sum(s.num_running for s in stats),
+            "num_waiting": sum(s.num_waiting for s in stats),
+            "reserved_tokens": sum(self.router.reserved.values()),
+            "cache_usage": 1.0 - sum(s.num_free_blocks + s.num_cached_blocks for s in stats) / blocks if blocks else 0.0,
+            "generation_tokens": int(sum(self.metrics.counters["generation_tokens"].values())),
+            "prefix_queries": sum(s.prefix_queries for s in stats),
+            "prefix_hits": sum(s.prefix_hits for s in stats),
+            "num_speculative_tokens": max((r.num_speculative_tokens for r in self.ready.values()), default=0),
+            "spec_draft_tokens": sum(s.spec_draft_tokens for s in stats),
+            "spec_accepted_tokens": sum(sum(s.spec_accepted_per_pos) for s in stats),
+        }
 
     def waiting_for(self) -> list[str]:
         """What start-up waits for, one line a rank."""
@@ -343,7 +375,9 @@ class EngineClient:
             if count:
                 if generation.first_token is None:
                     generation.first_token = now
-                    self.metrics.first_token(generation.dp_rank, output, generation.arrival, now)
+                    self.metrics.first_token(generation.dp_rank, now - generation.arrival)
+                    if generation.first_choice:
+                        self.metrics.prompt(generation.dp_rank, output)
                     if count > 1:
                         self.metrics.tokens(generation.dp_rank, count - 1, 0.0)
                 elif generation.last_token is not None:

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.metrics import Metrics
 
 OPEN_PATHS = ("/health", "/ready")  # what a probe without a key may see
+QUIET_PATHS = (*OPEN_PATHS, "/load", "/metrics")  # polled; counted, not logged
 MAX_REQUEST_ID_CHARS = 128
 _json = msgspec.json.Encoder().encode
 
@@ -111,6 +112,8 @@ class Door:
             path = getattr(route, "path", "other")
             self._metrics.http[path, str(status)] += 1
             client = scope.get("client")
+            if path in QUIET_PATHS:
+                return
             self._access_log.write(
                 {
                     "time": round(began, 3),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
@@ -91,8 +92,8 @@ _STATS_GAUGES = {
     "num_requests_waiting": ("num_waiting", "Sequences that wait"),
     "reserved_tokens": ("reserved_tokens", "Prompt and output tokens that open requests may use"),
     "cache_blocks": ("num_blocks", "Cache blocks"),
-    "cache_blocks_free": ("num_free_blocks", "Cache blocks without content or with reusable content"),
-    "cache_blocks_reusable": ("num_cached_blocks", "Cache blocks that hold a known prefix"),
+    "cache_blocks_free": ("num_free_blocks", "Cache blocks without content"),
+    "cache_blocks_reusable": ("num_cached_blocks", "Cache blocks of known prefixes that no live request uses"),
 }
 
 
@@ -101,7 +102,9 @@ class Metrics(Collector):
 
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
-        self.histograms = {name: defaultdict(lambda b=bounds: Histogram(b)) for name, (_, bounds) in _HISTOGRAMS.items()}
+        self.histograms: dict[str, defaultdict[int, Histogram]] = {
+            name: defaultdict(partial(Histogram, bounds)) for name, (_, bounds) in _HISTOGRAMS.items()
+        }
         self.counters: dict[str, dict[int, float]] = {name: defaultdict(float) for name in _COUNTERS}
         self.finished: dict[tuple[int, str], int] = defaultdict(int)
         self.rejected: dict[str, int] = defaultdict(int)
@@ -125,8 +128,16 @@ class Metrics(Collector):
             self.histograms["iteration_tokens_total"][stats.dp_rank].observe(tokens)
         self.stats[stats.dp_rank] = stats
 
-    def first_token(self, dp_rank: int, output: TokenOutput, arrival: float, now: float) -> None:
-        self.histograms["time_to_first_token_seconds"][dp_rank].observe(now - arrival)
+    def params(self, dp_rank: int, n: int, max_tokens: int) -> None:
+        """What a request asked for."""
+        self.histograms["request_params_n"][dp_rank].observe(n)
+        self.histograms["request_params_max_tokens"][dp_rank].observe(max_tokens)
+
+    def first_token(self, dp_rank: int, seconds: float) -> None:
+        self.histograms["time_to_first_token_seconds"][dp_rank].observe(seconds)
+
+    def prompt(self, dp_rank: int, output: TokenOutput) -> None:
+        """The first output of a prompt's first choice."""
         self.counters["prompt_tokens"][dp_rank] += output.num_prompt_tokens
         self.counters["prompt_tokens_cached"][dp_rank] += output.num_cached_tokens
 
@@ -198,7 +209,7 @@ class Metrics(Collector):
         )
         for rank, stats in sorted(self.stats.items()):
             if stats.num_blocks:
-                usage.add_metric([str(rank), model], 1.0 - stats.num_free_blocks / stats.num_blocks)
+                usage.add_metric([str(rank), model], 1.0 - (stats.num_free_blocks + stats.num_cached_blocks) / stats.num_blocks)
             accepted.add_metric([str(rank), model], sum(stats.spec_accepted_per_pos))
             for position, count in enumerate(stats.spec_accepted_per_pos):
                 positions.add_metric([str(rank), model, str(position)], count)
