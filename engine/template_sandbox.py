@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import jinja2
+import jinja2.filters
 from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
@@ -55,7 +56,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], undefined=jinja2.Undefined)
         self._limits = threading.local()
-        self.filters = {name: self.filters[name] for name in FILTERS} | {"tojson": _tojson, "indent": _indent}
+        self.filters = {name: self.filters[name] for name in FILTERS} | {
+            "tojson": _tojson, "indent": _indent, "replace": _replace, "join": _join,
+        }  # fmt: skip
         self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace")}
         self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
@@ -94,11 +97,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if isinstance(value, int) and abs(value) > MAX_REPEAT:
                 raise SecurityError(f"the chat template names the number {value}, more than {MAX_REPEAT}")
         if isinstance(owner := getattr(obj, "__self__", None), str):
-            if obj.__name__ in ("format", "format_map"):
-                _check_format(owner)
-            if obj.__name__ in ("replace", "join"):
-                _check_size(len(owner) * sum(len(value) for value in args if hasattr(value, "__len__")))
+            if obj.__name__ == "replace":
+                _check_replaced(owner, *args[:2])
+            elif obj.__name__ == "join":
+                _check_joined(*args[:1], owner)
         return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        """Jinja's own wrapper of str.format, after a look at the widths the string asks for."""
+        if isinstance(owner := getattr(value, "__self__", None), str) and value.__name__ in ("format", "format_map"):
+            _check_format(owner)
+        return super().wrap_str_format(value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
@@ -120,6 +129,15 @@ def _is_small(value: Any) -> bool:
 def _check_size(size: int) -> None:
     if size > MAX_RENDERED_CHARS:
         raise SecurityError(f"the chat template builds a text of more than {MAX_RENDERED_CHARS} characters")
+
+
+def _check_replaced(text: Any, old: Any = "", new: Any = "") -> None:
+    _check_size(len(str(text)) + str(text).count(str(old)) * len(str(new)))
+
+
+def _check_joined(values: Any = (), separator: Any = "") -> None:
+    if isinstance(values, (list, tuple)):
+        _check_size(sum(len(value) if isinstance(value, str) else 1 for value in values) + len(values) * len(str(separator)))
 
 
 def _check_repeat(value: Any, times: Any) -> None:
@@ -148,7 +166,20 @@ def _tojson(
 def _indent(text: str, width: int = 4, first: bool = False, blank: bool = False) -> str:
     if not 0 <= width <= 64:
         raise SecurityError("the chat template indents by more than 64")
-    return jinja2.filters.do_indent(text, width, first, blank)  # type: ignore[attr-defined,no-any-return]
+    return jinja2.filters.do_indent(text, width, first, blank)
+
+
+@jinja2.pass_eval_context
+def _replace(context: nodes.EvalContext, text: Any, old: Any, new: Any, count: int | None = None) -> Any:
+    _check_replaced(text, old, new)
+    return jinja2.filters.do_replace(context, text, old, new, count)
+
+
+@jinja2.pass_eval_context
+def _join(context: nodes.EvalContext, values: Any, d: str = "", attribute: str | int | None = None) -> Any:
+    values = list(values)
+    _check_joined(values, d)
+    return jinja2.filters.do_join(context, values, d, attribute)
 
 
 def _raise_exception(message: str) -> None:
