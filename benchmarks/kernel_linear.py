@@ -187,6 +187,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128], help="batch sizes of the dense layers")
     parser.add_argument("--layers", nargs="+", choices=list(DENSE), default=list(DENSE))
+    parser.add_argument("--experts", nargs="*", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -196,9 +197,10 @@ def main() -> None:
     results = [small_kernels()]
     for name in args.layers:
         results += dense_case(name, *DENSE[name], args.tokens, rate)
-    for name, shape in EXPERTS.items():
-        results.append(expert_case(name, shape, rate, quantized=True))
-    results.append(expert_case("DeepSeek-V3 EP8, 128 tokens", EXPERTS["DeepSeek-V3 EP8, 128 tokens"], rate, quantized=False))
+    for name in args.experts:
+        results.append(expert_case(name, EXPERTS[name], rate, quantized=True))
+    if args.experts:
+        results.append(expert_case(args.experts[-1], EXPERTS[args.experts[-1]], rate, quantized=False))
     end = machine_state()
     with args.output.open("a") as out:
         for result in results:

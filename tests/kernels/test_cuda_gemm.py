@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cuda import build, gemm
+from kernels.cuda import gemm
 from kernels.errors import KernelContractError
 from kernels.layout import FP8, BlockScaledWeight, QuantizedActivation
 from kernels.reference import elementwise
 from kernels.reference.linear import quantize_activations
 from tests.kernels.poison import poison_free_memory
+
+pytestmark = pytest.mark.hopper
 
 ROWS = (1, 3, 8, 17, 64, 65, 200)
 # N x K: narrow and long, ragged in both, one row tile, one block, fewer units than SMs, whole tiles per SM
@@ -38,12 +40,6 @@ def worst_row_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
 
 
-@pytest.mark.parametrize("name", ["gemm_fp8", "gemm_bf16", "gemm_finish", "quantize", "moe", "moe_sort", "route", "read_rate"])
-def test_every_module_compiles_without_spills(name: str) -> None:
-    assert build.problems(name, build.build(name)) == []
-
-
-@pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 7168), (65, 1040), (200, 16)])
 def test_quantization_is_the_references_to_the_bit(m: int, k: int, dtype: torch.dtype) -> None:
@@ -54,7 +50,6 @@ def test_quantization_is_the_references_to_the_bit(m: int, k: int, dtype: torch.
     assert torch.equal(gemm.quantize_1x128(x).dequantize(), quantize_activations(x))
 
 
-@pytest.mark.hopper
 def test_quantization_takes_strided_rows_and_keeps_nan_in_its_block() -> None:
     """Report N05: nothing of a row that holds NaN reaches another row or block."""
     wide = random_rows(5, 1024)
@@ -68,7 +63,6 @@ def test_quantization_takes_strided_rows_and_keeps_nan_in_its_block() -> None:
     assert torch.equal(dirty, clean)
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize(("m", "i"), [(1, 128), (17, 1408), (64, 18432)])
 def test_fused_activation_equals_its_two_steps(m: int, i: int) -> None:
     gate_up = torch.randn(m, 2 * i, device="cuda").mul(3).bfloat16()
@@ -77,7 +71,6 @@ def test_fused_activation_equals_its_two_steps(m: int, i: int) -> None:
     assert (fused - steps).norm() <= 5e-3 * steps.norm()  # expf and division may move a value by one BF16 step
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("m", "d"), [(1, 1536), (17, 7168), (3, 16384), (65, 144)])
 def test_fused_norm_equals_its_two_steps(m: int, d: int, with_residual: bool) -> None:
@@ -91,7 +84,6 @@ def test_fused_norm_equals_its_two_steps(m: int, d: int, with_residual: bool) ->
     assert torch.equal(got.quantized.dequantize(), quantize_activations(got.normalized))
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("m", ROWS)
 def test_block_scaled_product_matches_float64(m: int, n: int, k: int) -> None:
@@ -102,7 +94,6 @@ def test_block_scaled_product_matches_float64(m: int, n: int, k: int) -> None:
     assert worst_row_error(gemm.linear(x, w), reference) < 4e-3  # BF16 output: 1.2e-3; block products: 14 bits
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize("m", [1, 64, 200])
 def test_fp32_output_keeps_what_the_tensor_core_gives(m: int) -> None:
     x, w = random_rows(m, 2048, torch.float32), random_weight(1000, 2048)
@@ -113,7 +104,6 @@ def test_fp32_output_keeps_what_the_tensor_core_gives(m: int) -> None:
     assert worst_row_error(y, reference) < 1.5e-3
 
 
-@pytest.mark.hopper
 def test_long_sums_do_not_shrink() -> None:
     """All-positive operands: an FP8 accumulator left in place over 18432 channels would lose several percent."""
     x, w = random_rows(16, 18432).abs(), random_weight(256, 18432)
@@ -122,7 +112,6 @@ def test_long_sums_do_not_shrink() -> None:
     assert ((y / reference).mean() - 1).abs() < 1e-3
 
 
-@pytest.mark.hopper
 def test_a_row_does_not_depend_on_its_batch() -> None:
     """Report N05: bits of a row alone, among 128, and beside rows of NaN."""
     x, w = random_rows(128, 1536), random_weight(2112, 1536)
@@ -133,7 +122,6 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert torch.equal(gemm.linear(x, w)[::2], together[::2])
 
 
-@pytest.mark.hopper
 @pytest.mark.parametrize("m", [1, 64, 200])
 def test_product_replays_in_a_graph(m: int) -> None:
     weights = [random_weight(2112, 1536), random_weight(1536, 2112)]
@@ -158,7 +146,6 @@ def test_product_replays_in_a_graph(m: int) -> None:
         assert torch.equal(y, step())
 
 
-@pytest.mark.hopper
 def test_early_start_is_safe_behind_any_node_of_a_graph() -> None:
     """The product fetches weights before its input is ready; here it follows a memset, a copy and a joined side stream."""
     w = random_weight(2112, 1536)
@@ -189,7 +176,6 @@ def test_early_start_is_safe_behind_any_node_of_a_graph() -> None:
         assert all(torch.equal(y, expected) for y in results)
 
 
-@pytest.mark.hopper
 def test_leading_dimensions_and_empty_batches() -> None:
     w = random_weight(256, 384)
     x = random_rows(6, 384)
@@ -199,7 +185,6 @@ def test_leading_dimensions_and_empty_batches() -> None:
     assert torch.equal(gemm.linear(x[:, 128:], part), gemm.linear(x[:, 128:].contiguous(), part))
 
 
-@pytest.mark.hopper
 def test_what_the_kernel_cannot_read_is_refused_by_name() -> None:
     w = random_weight(256, 384)
     x = random_rows(4, 384)
