@@ -13,13 +13,17 @@ from pathlib import Path
 import msgspec
 import torch
 
+from engine.chat import ChatTemplate
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.grammar import GrammarCompiler
 from engine.hub import DEMO_MODEL, resolve_model
 from engine.kv_cache import CPU_CACHE_BYTES, KVCache, bytes_per_token, num_blocks_for
 from engine.model_runner import CONTEXT_TOKENS, ModelRunner, PendingStep
 from engine.plan import Agreement, NewSequence, SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
+from engine.sampling_state import Matcher
+from engine.tokenizer import Tokenizer
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
 from models.causal_lm import load_model
@@ -145,6 +149,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=max_model_len,
             device=device,
+            matcher=_Grammars(folder).matcher if parallel.tp_rank == 0 else None,
         )
 
     def allocate(num_blocks: int) -> KVCache:
@@ -172,6 +177,20 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
         asynchronous=config.async_scheduling and device.type == "cuda",
     )
     return Executor(runner(allocate(num_blocks)), parallel), info
+
+
+class _Grammars:
+    """Compiles the grammars of a leader's requests; the tokenizer is read when the first one comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._compiler: GrammarCompiler | None = None
+
+    def matcher(self, grammar: str) -> Matcher:
+        if self._compiler is None:
+            turn_end = ChatTemplate.load(self._folder).turn_end(Tokenizer.load(self._folder))
+            self._compiler = GrammarCompiler.load(self._folder, turn_end)
+        return self._compiler.matcher(grammar)
 
 
 def resolve_device(config: EngineConfig) -> torch.device:

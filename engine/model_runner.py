@@ -57,7 +57,7 @@ class PendingStep:
     copies: HostCopy
     num_scored: list[tuple[bool, list[int]]]  # (of a prompt?, row of each line), in the order of the copies
     timer: _Timer
-    matchers: list[tuple[int, Matcher]] = field(default_factory=list)  # line of a grammar's row, and its matcher
+    errors: dict[int, str] = field(default_factory=dict)  # row -> why its grammar allows nothing
 
     def tokens(self) -> list[int]:
         """Sampled tokens in the order of sampled_rows, -1 for a broken row."""
@@ -87,7 +87,7 @@ class PendingStep:
                     [] if token is None or broken else [token],
                     logprobs=None if broken else sampled.get(step.row),
                     prompt_logprobs=prompts.get(step.row),
-                    error=BROKEN_ROW if broken else None,
+                    error=self.errors.get(step.row, BROKEN_ROW) if broken else None,
                 )
             )
         return StepResult(self.plan.step, results, self.timer.seconds())
@@ -163,7 +163,7 @@ class ModelRunner:
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._leads = parallel.tp_rank == 0
         self._sampling = SamplingState(self._vocab_size, device, matcher)
-        self._latest: PendingStep | None = None  # the step before, whose tokens grammars have not seen yet
+        self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -183,17 +183,18 @@ class ModelRunner:
         sampled_rows = [step.row for step in steps if step.sample]
         scored = self._score_prompts(plan, hidden)
         tokens = torch.empty(0, dtype=torch.int64, device=self.device)
-        matchers: list[tuple[int, Matcher]] = []
+        matchers: dict[int, Matcher] = {}
         if sampled_rows:
             logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
             if self._leads:
-                tokens, matchers = self._sample(logits, inputs.sample_positions, sampled_rows, scored)
+                matchers = self._matchers(sampled_rows)
+                tokens = self._sample(logits, inputs.sample_positions, sampled_rows, scored)
             else:
                 tokens = torch.empty(len(sampled_rows), dtype=torch.int64, device=self.device)
             tokens = self.parallel.tp_broadcast(tokens)
             self._last_tokens.index_copy_(0, inputs.sample_rows, tokens.clamp(min=0))
         timer.stop()
-        self._latest = PendingStep(
+        pending = PendingStep(
             plan,
             sampled_rows,
             {step.row: step.prompt_logprobs for step in plan.prefills if step.prompt_logprobs is not None},
@@ -201,9 +202,10 @@ class ModelRunner:
             HostCopy([tokens, *(tensor for _, part in scored for tensor in part.tensors())]),
             [(of_prompt, part.rows) for of_prompt, part in scored],
             timer,
-            matchers,
+            {sampled_rows[line]: m.error for line, m in matchers.items() if m.error is not None},
         )
-        return self._latest
+        self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
+        return pending
 
     # ---- rows
 
@@ -288,21 +290,24 @@ class ModelRunner:
 
     # ---- outputs
 
+    def _matchers(self, rows: list[int]) -> dict[int, Matcher]:
+        """Line -> matcher of the rows with a grammar, which have now seen every token before this step's.
+
+        The forward pass is already enqueued, so waiting for an earlier step's tokens leaves no gap on the device.
+        """
+        if not self._sampling.any_grammar:
+            return {}
+        for pending, line, matcher in self._unmatched:
+            if (token := pending.tokens()[line]) >= 0:
+                matcher.accept([token])
+        self._unmatched = []
+        return {line: m for line, row in enumerate(rows) if (m := self._sampling.matcher(row)) is not None}
+
     def _sample(
         self, logits: torch.Tensor, positions: torch.Tensor, rows: list[int], scored: list[tuple[bool, _Scored]]
-    ) -> tuple[torch.Tensor, list[tuple[int, Matcher]]]:
+    ) -> torch.Tensor:
         """Sample `rows`, one line of FP32 logits [n, vocab] each; log probabilities are added to `scored`."""
-        batch = self._sampling.batch(rows)
-        matchers: list[tuple[int, Matcher]] = []
-        if self._sampling.any_grammar:
-            # The forward pass is already enqueued, so waiting for the step before it costs the device nothing.
-            if self._latest is not None and self._latest.matchers:
-                before = self._latest.tokens()
-                for line, matcher in self._latest.matchers:
-                    if before[line] >= 0:
-                        matcher.advance(before[line])
-            batch = self._sampling.with_grammars(batch, rows)
-            matchers = [(line, m) for line, row in enumerate(rows) if (m := self._sampling.matcher(row)) is not None]
+        batch = self._sampling.with_grammars(self._sampling.batch(rows), rows)
         tokens = sample(logits, positions, batch, self._sampling.counts)
         if batch.logprob_rows is not None:
             lines = batch.logprob_rows
@@ -310,7 +315,7 @@ class ModelRunner:
             chosen = tokens.index_select(0, lines)
             scores = score(logits.index_select(0, lines), chosen, batch.num_logprobs)
             scored.append((False, _Scored(wanted, chosen, scores)))
-        return tokens, matchers
+        return tokens
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[bool, _Scored]]:
         """Log probabilities of the prompt tokens that follow each token of a chunk, a bounded number of rows at a time."""

@@ -21,11 +21,15 @@ from engine.staging import to_device
 class Matcher(Protocol):
     """Where one sequence stands in its grammar (engine/grammar.py)."""
 
-    def advance(self, token_id: int) -> None:
-        """Take the sampled token."""
+    @property
+    def error(self) -> str | None:
+        """Why no token can follow, None while one can."""
 
-    def fill(self, mask: np.ndarray) -> None:
-        """Write the tokens allowed next into int32 [ceil(vocab / 32)], bit t % 32 of word t // 32."""
+    def accept(self, token_ids: list[int]) -> bool:
+        """Advance by sampled tokens."""
+
+    def mask(self) -> np.ndarray:
+        """Tokens allowed next, int32 [ceil(vocab / 32)]: bit t % 32 of word t // 32."""
 
 
 @dataclass
@@ -71,8 +75,7 @@ class SamplingState:
         if params.grammar is not None:
             assert self._matcher is not None, "a request with a grammar reached a runner without grammars"
             state.matcher = self._matcher(params.grammar)
-            for token in new.known_token_ids[new.num_prompt_tokens :]:
-                state.matcher.advance(token)
+            state.matcher.accept(new.known_token_ids[new.num_prompt_tokens :])
         self._rows[new.row] = state
         self._built_for = None
 
@@ -104,6 +107,8 @@ class SamplingState:
 
     def with_grammars(self, batch: SamplingBatch, rows: Sequence[int]) -> SamplingBatch:
         """`batch` with the masks of grammars at their present state, each within the row's allowed_token_ids."""
+        if not self.any_grammar:
+            return batch
         lines = [i for i, row in enumerate(rows) if self._rows[row].matcher is not None]
         if not lines:
             return batch
@@ -111,10 +116,10 @@ class SamplingState:
         masks = np.zeros((len(lines), _words(self._vocab_size)), dtype=np.int32)
         for mask, line in zip(masks, lines):
             state = self._rows[rows[line]]
-            if state.matcher is not None:
-                state.matcher.fill(mask)
+            if state.matcher is None or state.matcher.error is None:  # else nothing is allowed and the row fails
+                mask[:] = -1 if state.matcher is None else state.matcher.mask()
             if state.mask is not None:
-                np.copyto(mask, state.mask if state.matcher is None else mask & state.mask)
+                mask &= state.mask
         mask_rows, packed = to_device([np.array(lines, dtype=np.int64), masks], self._device)
         return replace(batch, mask_rows=mask_rows, masks=packed)
 

@@ -151,7 +151,10 @@ KINDS = [
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_seeded_sampling_does_not_depend_on_batch_chunks_or_preemption(asynchronous: bool) -> None:
     """Report P11: a seed gives the same tokens alone, among others, in chunks, after a preemption and after a restart."""
-    params = [SamplingParams(seed=i // len(KINDS), max_tokens=30, ignore_eos=True, **{"temperature": 4.0, **KINDS[i % len(KINDS)]}) for i in range(18)]
+    params = [
+        SamplingParams(seed=i // len(KINDS), max_tokens=30, ignore_eos=True, **{"temperature": 4.0, **KINDS[i % len(KINDS)]})
+        for i in range(18)
+    ]
     prompts = prompts_of(18, seed=5)
     want = stub_engine(prefix_cache=False).run(prompts, params)
     alone = [stub_engine(prefix_cache=False).run([prompt], p)[0] for prompt, p in zip(prompts, params)]
@@ -162,9 +165,7 @@ def test_seeded_sampling_does_not_depend_on_batch_chunks_or_preemption(asynchron
         assert engine.run(prompts, params) == want, features
         assert "num_blocks" not in features or sum(o.num_preemptions for o in engine.outcomes.values()) > 0
     again = prompts[0]
-    twice = stub_engine(asynchronous=asynchronous).run(
-        [again, again], [SamplingParams(seed=1), SamplingParams(seed=2)]
-    )
+    twice = stub_engine(asynchronous=asynchronous).run([again, again], [SamplingParams(seed=1), SamplingParams(seed=2)])
     assert twice[0] != twice[1]
 
 

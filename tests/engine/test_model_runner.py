@@ -227,29 +227,50 @@ def test_penalties_follow_the_tokens_on_the_device() -> None:
 
 
 class EveryOther:
-    """A grammar of tokens whose parity alternates; it must have seen every token so far."""
+    """A grammar of tokens whose parity alternates; it must have seen every token so far. It breaks after `limit` tokens."""
 
     def __init__(self, text: str) -> None:
-        self.parity = int(text)
+        self.parity, self.limit = map(int, text.split())
+        self.seen = 0
 
-    def advance(self, token_id: int) -> None:
-        assert token_id % 2 == self.parity
-        self.parity ^= 1
+    error: str | None = None
 
-    def fill(self, mask: np.ndarray) -> None:
-        mask[:] = pack_mask(range(self.parity, VOCAB, 2), VOCAB)
+    def accept(self, token_ids: list[int]) -> bool:
+        for token in token_ids:
+            assert token % 2 == self.parity
+            self.parity ^= 1
+            self.seen += 1
+        if self.seen == self.limit:
+            self.error = "the grammar gave up"
+        return self.error is None
+
+    def mask(self) -> np.ndarray:
+        return pack_mask(range(self.parity, VOCAB, 2), VOCAB)
 
 
 def test_grammar_rows_see_their_last_token_although_steps_overlap() -> None:
     driver = Driver(stub_runner(StubModel(), matcher=EveryOther))
     text = prompt(20, 3)
-    driver.start(0, 20, SamplingParams(temperature=0.0, grammar="1"), text)
+    driver.start(0, 20, SamplingParams(temperature=0.0, grammar="1 99"), text)
     driver.start(1, 20)
     pending = [driver.run(prefills=[driver.step_of(row, text) for row in (0, 1)])]
-    pending += [driver.run([driver.step_of(1), driver.step_of(0)]) for _ in range(9)]
+    for step in range(18):  # the grammar's row sits out every other step, as under the real scheduler
+        decodes = [driver.step_of(1)] + ([driver.step_of(0)] if step % 2 else [])
+        pending.append(driver.run(decodes))
     got = [tokens_of(step.wait().rows) for step in pending]
-    assert [tokens[0][0] % 2 for tokens in got] == [1, 0] * 5
-    assert [tokens[1][0] for tokens in got] == StubModel().expected_greedy(text, 10)
+    assert [tokens[0][0] % 2 for tokens in got if 0 in tokens] == [1, 0] * 5
+    assert [tokens[1][0] for tokens in got] == StubModel().expected_greedy(text, 19)
+
+
+def test_a_grammar_that_breaks_ends_its_own_row() -> None:
+    driver = Driver(stub_runner(StubModel(), matcher=EveryOther))
+    text = prompt(20, 3)
+    driver.start(0, 20, SamplingParams(temperature=0.0, grammar="1 2"), text)
+    driver.start(1, 20)
+    results = [driver.run(prefills=[driver.step_of(row, text) for row in (0, 1)]).wait()]
+    results += [driver.run([driver.step_of(0), driver.step_of(1)]).wait() for _ in range(2)]
+    assert [r.rows[0].error for r in results] == [None, None, "the grammar gave up"]
+    assert [r.rows[1].token_ids[0] for r in results] == StubModel().expected_greedy(text, 3)
 
 
 @pytest.mark.parametrize("most", [64, 100, 256, 10000])

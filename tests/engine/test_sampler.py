@@ -344,12 +344,15 @@ class Counting:
     def __init__(self, text: str) -> None:
         self.at = int(text)
 
-    def advance(self, token_id: int) -> None:
-        assert token_id == self.at
-        self.at += 1
+    error = None
 
-    def fill(self, mask: np.ndarray) -> None:
-        mask[:] = pack_mask([self.at, 40], VOCAB)
+    def accept(self, token_ids: list[int]) -> bool:
+        assert token_ids == list(range(self.at, self.at + len(token_ids)))
+        self.at += len(token_ids)
+        return True
+
+    def mask(self) -> np.ndarray:
+        return pack_mask([self.at, 40], VOCAB)
 
 
 def test_grammar_masks_follow_the_matcher_and_meet_allowed_tokens() -> None:
@@ -363,7 +366,7 @@ def test_grammar_masks_follow_the_matcher_and_meet_allowed_tokens() -> None:
     for step in range(3):
         got = sample(logits, torch.full((4,), 9), state.with_grammars(state.batch(rows), rows), None).tolist()
         assert got == [40, 7 + step, 0, 12]
-        state.matcher(1).advance(got[1])  # type: ignore[union-attr]
+        state.matcher(1).accept([got[1]])  # type: ignore[union-attr]
 
 
 # ---- failures and scores
