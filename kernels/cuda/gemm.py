@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -184,6 +185,7 @@ def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: t
     """
     rows, k = x.data.shape
     n = weight.data.shape[0]
+    load_products("fp8", x.data.device.index)
     if rows == 0:
         return torch.empty(0, n, dtype=dtype, device=x.data.device)
     if rows > STREAM_MAX_TOKENS and dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0:
@@ -244,6 +246,18 @@ def stream(
     args.row_tiles, args.k_blocks, args.out_fp32 = product.row_tiles, product.k_blocks, int(out.dtype is torch.float32)
     _launch(f"gemm_{kind}", f"stream_{kind}_{token_tile}", w.device, ctas, _STREAM_THREADS, args, overlap=True)
     return Product(product, partial)
+
+
+@cache
+def load_products(kind: str, device_index: int) -> None:
+    """Load every token tile of "fp8" or "bf16" products and what goes with them at the first call, so that a later
+    batch size may come up inside a graph capture."""
+    for token_tile in TOKEN_TILES:
+        binding.kernel(f"gemm_{kind}", f"stream_{kind}_{token_tile}", device_index)
+    for name in ("finish_bf16", "finish_fp32"):
+        binding.kernel("gemm_finish", name, device_index)
+    for name in ("quantize_bf16", "quantize_fp32"):
+        binding.kernel("quantize", name, device_index)
 
 
 def check_weight(op: str, data: torch.Tensor, scale: torch.Tensor | None) -> None:

@@ -116,6 +116,8 @@ def grouped_mlp(
         raise KernelContractError(
             op, f"hidden and expert width must be multiples of 16, got {hidden} and {_parts(down)[0].shape[2]}"
         )
+    for weight in (gate_up, down):
+        gemm.load_products(_kind(_parts(weight)[1]), x.device.index)
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
     out = torch.empty_like(x)
     step = max(1, MAX_PAIRS // top_k)
