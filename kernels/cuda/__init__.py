@@ -1,16 +1,32 @@
-"""The Hopper backend: operation name -> function, with the signatures of kernels/ops.py."""
+"""The Hopper backend: operation name -> function, with the signatures of kernels/ops.py.
 
-from kernels.cuda.attention import prefill_attention
-from kernels.cuda.elementwise import merge_attention, rms_norm, rope, silu_and_mul
-from kernels.cuda.gemm import linear
-from kernels.cuda.latent import append_kv, fetch_dequant, quantize_q
-from kernels.cuda.mla_decode import mla_decode, plan_decode
-from kernels.cuda.moe import grouped_mlp, route
+The table is made on first use, so that `python -m kernels.cuda.build` compiles without loading the operations.
+"""
 
-OPS = {
-    function.__name__: function
-    for function in (
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+
+@lru_cache(maxsize=1)
+def _operations() -> dict[str, Callable[..., Any]]:
+    from kernels.cuda.attention import prefill_attention
+    from kernels.cuda.elementwise import merge_attention, rms_norm, rope, silu_and_mul
+    from kernels.cuda.gemm import linear
+    from kernels.cuda.latent import append_kv, fetch_dequant, quantize_q
+    from kernels.cuda.mla_decode import mla_decode, plan_decode
+    from kernels.cuda.moe import grouped_mlp, route
+
+    functions = (
         quantize_q, append_kv, fetch_dequant, plan_decode, mla_decode, prefill_attention, merge_attention,
         rms_norm, rope, silu_and_mul, linear, route, grouped_mlp,
-    )
-}  # fmt: skip
+    )  # fmt: skip
+    return {function.__name__: function for function in functions}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OPS":
+        return _operations()
+    raise AttributeError(name)

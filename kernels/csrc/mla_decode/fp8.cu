@@ -48,7 +48,7 @@ constexpr int O_ALPHA = O_BETA + 2 * ROWS * 2;       // [2][64] f32
 constexpr int O_FLAG = O_ALPHA + 2 * ROWS * 4;       // [2] does any row of the block change R
 constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows without a visible token
 constexpr int O_BAR = O_INVL + ROWS * 4;
-constexpr int SMEM_BYTES = O_BAR + 8 * (6 * STAGES + SLOTS + 1);
+constexpr int SMEM_BYTES = O_BAR + 8 * (6 * STAGES + SLOTS + 2);
 extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
 
 struct Smem {
@@ -61,7 +61,8 @@ struct Smem {
   DEVICE uint32_t p_full(int b) const { return bar(4 * STAGES + b); }   // P and row sums of the block written
   DEVICE uint32_t p_empty(int b) const { return bar(5 * STAGES + b); }  // both PV warpgroups are done with all of these
   DEVICE uint32_t empty(int slot) const { return bar(6 * STAGES + slot); }  // both hold this page's V in registers
-  DEVICE uint32_t sums() const { return bar(6 * STAGES + SLOTS); }          // 1 / l of the tile written
+  DEVICE uint32_t sums_full() const { return bar(6 * STAGES + SLOTS); }       // 1 / l of the tile written
+  DEVICE uint32_t sums_empty() const { return bar(6 * STAGES + SLOTS + 1); }  // both PV warpgroups have read it
 };
 
 // The pieces of this CTA's group, and its tile within a group.
@@ -146,7 +147,7 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
 // the others, far below the 2^-4 of e4m3. x is l with exact betas, for the LSE.
 DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
   const Range range(a);
-  int n = 0;
+  int n = 0, tiles = 0;
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
     float R[2] = {NEG, NEG}, l[2] = {0.f, 0.f}, x[2] = {0.f, 0.f};
@@ -179,16 +180,16 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
         l[h] = fmaf(l[h], alpha[h], sum * rounded[h]), x[h] = fmaf(x[h], alpha[h], sum * beta[h]);
       }
     }
+    if (t.blocks > 0) mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = lane + 32 * h;
       const bool any = t.blocks > 0 && t.row_counts(a, row) && l[h] > 0.f;
-      // Safe without a barrier of its own: PV has consumed this tile's blocks only after it read the last tile's sums.
       if (t.blocks > 0) sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
       t.store_lse(a, row, range.rank, any ? LN2 * (R[h] - LOG2_448 + log2f(x[h])) : -INFINITY_F);
     }
     __syncwarp();
-    if (lane == 0 && t.blocks > 0) mbar_arrive(sm.sums());
+    if (lane == 0 && t.blocks > 0) mbar_arrive(sm.sums_full());
   }
 }
 
@@ -237,6 +238,7 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
     fence_async_proxy();
     named_barrier(1, 128);
     const int common = t.common_limit(a);
+    float fixed0 = 0.f, fixed1 = 0.f;
 #pragma unroll 1
     for (int j = 0; j < t.blocks; j++, n++) {
       const int b = n & 1, parity = (n >> 1) & 1;
@@ -295,6 +297,10 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 1)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 1));
       r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 2)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 2));
 
+      if (!PROMOTE_EVERY_BLOCK) {  // one scale of P for all blocks, two bits above the first one's maximum
+        if (j == 0) fixed0 = r0m + 2.f, fixed1 = r1m + 2.f;
+        r0m = fixed0, r1m = fixed1;
+      }
       // The maxima go out ahead of P: warp 2 of WG0 turns them into factors meanwhile.
       if (q == 0) {
         const uint32_t top = sm.base + O_MAX + b * ROWS * 4 + r0 * 4;
@@ -416,9 +422,13 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       };
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        float T[32];
+        float fresh[32];
+        float(&T)[32] = PROMOTE_EVERY_BLOCK ? fresh : O[s];
         wgmma_fence();
-        wgmma_fp8_rs_n64_zero(T, A[0], dp);
+        if (PROMOTE_EVERY_BLOCK)
+          wgmma_fp8_rs_n64_zero(T, A[0], dp);
+        else
+          wgmma_fp8_rs_n64(T, A[0], dp);
         wgmma_fp8_rs_n64(T, A[1], dp + 2);
         wgmma_commit();
         wgmma_fp8_rs_n64(T, A[2], dp + 4);
@@ -433,7 +443,7 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         wgmma_wait<0>();
         pin(T);
         if (s < 3) ldmatrix_x4_trans(A[2], vt(s + 1, 2)), ldmatrix_x4_trans(A[3], vt(s + 1, 3));
-        promote(O[s], T, be);
+        if (PROMOTE_EVERY_BLOCK) promote(O[s], T, be);
         pin(O[s]);
         if (s < 3) split_vt(A[2]), split_vt(A[3]);
         if (s == 2) release(1);
@@ -441,8 +451,10 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
     }
-    if (any) mbar_wait(sm.sums(), tiles++ & 1);
+    if (any) mbar_wait(sm.sums_full(), tiles++ & 1);
     write_result(a, sm, O, piece, w * 32 + lane, half);
+    __syncwarp();
+    if (any && (threadIdx.x & 31) == 0) mbar_arrive(sm.sums_empty());
   }
 }
 
@@ -456,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
       mbar_init(sm.maxima(b), 4), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
     }
     for (int i = 0; i < SLOTS; i++) mbar_init(sm.empty(i), 8);
-    mbar_init(sm.sums(), 1);
+    mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
     mbar_init_fence();
   }
   __syncthreads();

@@ -1,0 +1,78 @@
+"""The CUDA sources compile without a GPU, without spills in excess and without serialised wgmma. Report K07's kind of
+late failure is caught here."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kernels.cuda import build as compiler
+from kernels.errors import KernelError
+
+pytest.importorskip("cuda.bindings.nvrtc")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SNAPMLA_CACHE", str(tmp_path))
+
+
+@pytest.mark.parametrize("name", list(compiler.MODULES))
+def test_module_compiles_clean(name: str) -> None:
+    built = compiler.build(name)
+    assert built.cubin[:4] == b"\x7fELF"
+    assert compiler.problems(name, built) == []
+
+
+def test_cache_is_used_and_repaired(tmp_path: Path) -> None:
+    first = compiler.build("decode_plan")
+    (cubin,) = tmp_path.glob("decode_plan-*.cubin")
+    stamp = cubin.stat().st_mtime_ns
+    assert compiler.build("decode_plan") == first and cubin.stat().st_mtime_ns == stamp
+    next(tmp_path.glob("decode_plan-*.json")).write_text("{")
+    assert compiler.build("decode_plan").cubin == first.cubin
+
+
+def test_several_builders_at_once() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda _: compiler.build("decode_combine"), range(4)))
+    assert all(b.cubin == built[0].cubin for b in built)
+
+
+def test_other_options_are_other_entries(tmp_path: Path) -> None:
+    compiler.build("decode_plan"), compiler.build("decode_plan", {"OVERHEAD": 3})
+    assert len(list(tmp_path.glob("decode_plan-*.cubin"))) == 2
+
+
+def test_a_broken_source_is_reported_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KernelError, match="decode_plan.*NVRTC refuses"):
+        compiler.build("decode_plan", {"BLOCK": 0})  # a macro that breaks a declaration
+
+
+def test_spills_and_serialisation_are_problems() -> None:
+    log = """ptxas info    : Compiling entry function 'f' for 'sm_90a'
+ptxas info    : Function properties for f
+    512 bytes stack frame, 640 bytes spill stores, 720 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers"""
+    report = compiler.parse_report(log)
+    assert (report[0].registers, report[0].spill_stores, report[0].stack) == (168, 640, 512)
+    found = compiler.problems("decode_fp8", compiler.Build(b"", tuple(report), ("C7515",)))
+    assert len(found) == 2 and "640 bytes" in found[1] and "C7515" in found[0]
+    assert compiler.problems("decode_fp8", compiler.Build(b"")) == ["decode_fp8: no kernel in the compiler's report"]
+
+
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    import builtins
+
+    real = builtins.__import__
+
+    def refuse(name: str, *args, **kwargs):  # noqa: ANN002, ANN003, ANN202
+        if name == "cuda.bindings":
+            raise ImportError("no module")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(KernelError, match="nvidia-cuda-nvrtc"):
+        compiler.build("decode_plan")
