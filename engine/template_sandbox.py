@@ -100,7 +100,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             if obj.__name__ == "replace":
                 _check_replaced(owner, *args[:2])
             elif obj.__name__ == "join":
-                _check_joined(*args[:1], owner)
+                _check_joined(args[0] if args else (), owner)
         return super().call(context, obj, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
