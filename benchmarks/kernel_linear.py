@@ -170,6 +170,8 @@ def small_kernels() -> dict[str, object]:
     """Microseconds of the kernels around the products, 64 tokens of DeepSeek-V3."""
     x, gate_up = torch.randn(64, 7168, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda").bfloat16()
     residual, weight = torch.randn_like(x), torch.ones(7168, device="cuda").bfloat16()
+    router = torch.randn(256, 7168, device="cuda").bfloat16()
+    router_fp32 = router.float()
     logits, bias = torch.randn(64, 256, device="cuda"), torch.randn(256, device="cuda") * 0.1
     kind = {"scoring": "sigmoid", "top_k": 8, "num_groups": 8, "top_groups": 4, "normalize": True, "scaling_factor": 2.5}
     result = {
@@ -177,6 +179,8 @@ def small_kernels() -> dict[str, object]:
         "quantize_us": graph_us(lambda _: gemm.quantize_1x128(x), 50),
         "silu_quantize_us": graph_us(lambda _: gemm.silu_and_mul_quantized(gate_up), 50),
         "norm_quantize_us": graph_us(lambda _: gemm.rms_norm_quantized(x, weight, eps=1e-6, residual=residual), 50),
+        "router_logits_us": graph_us(lambda _: gemm.router_logits(x, router), 50),
+        "router_fp32_us": graph_us(lambda _: F.linear(x.float(), router_fp32), 50),
         "route_us": graph_us(lambda _: moe.route(logits, bias, **kind), 50),
     }
     print({key: round(value, 2) if isinstance(value, float) else value for key, value in result.items()}, flush=True)

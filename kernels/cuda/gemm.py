@@ -25,6 +25,7 @@ STREAM_MAX_TOKENS = 128  # above it a second token tile would read the weights a
 _STREAM_THREADS, _THREADS, _NORM_THREADS = 288, 256, 512
 _BLOCKS_A_CTA, _TILES_A_CTA = 16, 8  # BLOCKS_A_CTA of quantize.cuh, TILES_A_CTA of finish.cu and experts.cu
 _MAX_NORM_WIDTH = 16384
+_LEAST_UNITS = 4  # 16 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
 
 
 class QuantizedArgs(ctypes.Structure):
@@ -191,14 +192,33 @@ def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: t
     if rows > STREAM_MAX_TOKENS and dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0:
         return scaled_mm(x, weight)
     check_weight("linear", weight.data, weight.scale)
-    device = x.data.device
+    return _dense(x.data, x.scale, weight.data, weight.scale, dtype)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x BF16 [T, D] @ weight BF16 [E, D]^T as FP32 [T, E]: products of BF16 are exact in FP32, so a router published in
+    BF16 needs no FP32 product. Rows of up to STREAM_MAX_TOKENS tokens do not depend on their batch."""
+    op = "router_logits"
+    if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        raise KernelContractError(op, f"x and weight must be BF16, got {x.dtype} and {weight.dtype}")
+    _require_rows(op, x)
+    check_weight(op, weight, None)
+    load_products("bf16", x.device.index)
+    if x.shape[0] == 0:
+        return torch.empty(0, weight.shape[0], device=x.device)
+    return _dense(x.contiguous(), None, weight, None, torch.float32)
+
+
+def _dense(
+    x: torch.Tensor, x_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    rows, n = x.shape[0], w.shape[0]
     token_tile = next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
-    out = torch.empty(rows, n, dtype=dtype, device=device)
-    product = stream(x.data, x.scale, weight.data.unsqueeze(0), weight.scale, out, token_tile=token_tile, groups=None)
-    token_tiles = -(-rows // token_tile)
-    if _is_split(product, token_tiles):
+    out = torch.empty(rows, n, dtype=dtype, device=x.device)
+    product = stream(x, x_scale, w.unsqueeze(0), w_scale, out, token_tile=token_tile, groups=None)
+    if _is_split(product.args, -(-rows // token_tile)):
         name = "finish_bf16" if dtype is torch.bfloat16 else "finish_fp32"
-        _launch("gemm_finish", name, device, tile_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
+        _launch("gemm_finish", name, x.device, tile_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
     return out
 
 
@@ -229,21 +249,23 @@ def stream(
     experts, n, k = w.shape
     rows, fp8 = x.shape[0], x_scale is not None
     kind, width = ("fp8", 128) if fp8 else ("bf16", 64)
-    ctas = binding.sm_count(w.device.index)
+    row_tiles, k_blocks, ctas = -(-n // TILE_ROWS), -(-k // width), binding.sm_count(w.device.index)
+    if groups is None:
+        ctas = max(1, min(ctas, row_tiles * -(-rows // token_tile) * k_blocks // _LEAST_UNITS))
     partial = torch.empty(ctas, 2, token_tile, TILE_ROWS, device=w.device)
-    product = ProductArgs(-(-n // TILE_ROWS), -(-k // width), ctas, token_tile, partial.data_ptr(), out.data_ptr(), n)
+    product = ProductArgs(row_tiles, k_blocks, ctas, token_tile, partial.data_ptr(), out.data_ptr(), n)
     args = _StreamArgs()
     args.w = _map(w, (k, n, experts), (k, n * k), (width, TILE_ROWS, 1))
     args.x = _map(x, (k, rows), (k,), (width, token_tile))
     if x_scale is not None and w_scale is not None:
         stride = x_scale.stride(1)
         args.x_scale = binding.tensor_map(
-            "linear", x_scale.data_ptr(), torch.float32, (rows, product.k_blocks), (4 * stride,), (token_tile, 1), swizzle=False
+            "linear", x_scale.data_ptr(), torch.float32, (rows, k_blocks), (4 * stride,), (token_tile, 1), swizzle=False
         )
         args.w_scale = w_scale.data_ptr()
     args.out, args.partial, args.groups = out.data_ptr(), partial.data_ptr(), binding.pointer(groups)
     args.experts, args.rows, args.n = experts, rows, n
-    args.row_tiles, args.k_blocks, args.out_fp32 = product.row_tiles, product.k_blocks, int(out.dtype is torch.float32)
+    args.row_tiles, args.k_blocks, args.out_fp32 = row_tiles, k_blocks, int(out.dtype is torch.float32)
     _launch(f"gemm_{kind}", f"stream_{kind}_{token_tile}", w.device, ctas, _STREAM_THREADS, args, overlap=True)
     return Product(product, partial)
 
@@ -282,11 +304,10 @@ def _map(t: torch.Tensor, dims: tuple[int, ...], strides: tuple[int, ...], box: 
     return binding.tensor_map("linear", t.data_ptr(), t.dtype, dims, tuple(s * t.itemsize for s in strides), box)
 
 
-def _is_split(product: ProductArgs | Product, token_tiles: int) -> bool:
-    """Whether any tile of a dense product lies in more than one CTA (Schedule::begin of csrc/gemm/schedule.cuh)."""
-    args = product.args if isinstance(product, Product) else product
-    units = args.row_tiles * token_tiles * args.k_blocks
-    return any(c * units // args.ctas % args.k_blocks for c in range(1, args.ctas))
+def _is_split(product: ProductArgs, token_tiles: int) -> bool:
+    """Whether any tile of a dense product lies in more than one CTA (Runs of csrc/gemm/schedule.cuh)."""
+    each, extra = divmod(product.row_tiles * token_tiles * product.k_blocks, product.ctas)
+    return any((c * each + min(c, extra)) % product.k_blocks for c in range(1, product.ctas))
 
 
 def scaled_mm(x: QuantizedActivation, weight: BlockScaledWeight) -> torch.Tensor:

@@ -104,6 +104,17 @@ def test_fp32_output_keeps_what_the_tensor_core_gives(m: int) -> None:
     assert worst_row_error(y, reference) < 1.5e-3
 
 
+@pytest.mark.parametrize(
+    ("m", "experts", "d"), [(1, 256, 7168), (17, 768, 6144), (64, 64, 2048), (200, 384, 7168), (3, 16, 128)]
+)
+def test_router_logits_are_fp32_products(m: int, experts: int, d: int) -> None:
+    x, w = random_rows(m, d), torch.randn(experts, d, device="cuda").bfloat16()
+    poison_free_memory()
+    logits = gemm.router_logits(x, w)
+    assert logits.dtype is torch.float32
+    assert worst_row_error(logits, x.double() @ w.double().t()) < 2e-6
+
+
 def test_long_sums_do_not_shrink() -> None:
     """All-positive operands: an FP8 accumulator left in place over 18432 channels would lose several percent."""
     x, w = random_rows(16, 18432).abs(), random_weight(256, 18432)

@@ -21,7 +21,8 @@ template <class T> DEVICE void finish(const FinishArgs& a) {
   if (row_tile >= s.row_tiles || n >= p.n) return;
   const int token_tiles = (a.rows + s.token_tile - 1) / s.token_tile;
   float4 v;
-  if (!add_partials(p, s.row_tiles * token_tiles * s.k_blocks, row_tile * token_tiles + row / s.token_tile, row % s.token_tile, n, v)) return;
+  const Runs runs(s.row_tiles * token_tiles * s.k_blocks, s.ctas);
+  if (!add_partials(p, runs, row_tile * token_tiles + row / s.token_tile, row % s.token_tile, n, v)) return;
   T* out = (T*)p.out + (int64_t)row * p.n + n;
   if constexpr (sizeof(T) == 2) {
     *(uint2*)out = pack_bf16x4(v);

@@ -2,9 +2,9 @@
 //
 // A product is a list of tiles, 128 weight rows by NT tokens: expert by expert, row tile by row tile, token tiles
 // innermost so that neighbours read the same weights. A tile is k_blocks units; a unit is one 128-byte-wide block of its
-// 128 weight rows. CTA c of `ctas` takes units [c * units / ctas, (c + 1) * units / ctas): every CTA streams the same
-// number of bytes, whatever the shape. A tile whose units lie in one CTA is written at once. Any other tile is written
-// as FP32 partial sums, and the next kernel adds them in CTA order, so results never depend on timing.
+// 128 weight rows. Every CTA takes an equal run of units, so all stream the same number of bytes, whatever the shape. A
+// tile whose units lie in one CTA is written at once. Any other tile is written as FP32 partial sums, and the next kernel
+// adds them in CTA order, so results never depend on timing.
 //
 // A CTA has at most two partial tiles: slot 0 is one it did not begin, slot 1 one it began and did not end.
 #pragma once
@@ -21,9 +21,17 @@ struct Groups {
 
 struct Schedule {
   int row_tiles, k_blocks, ctas, token_tile;  // token_tile: NT
+};
 
-  DEVICE int begin(int cta, int units) const { return (int)((int64_t)cta * units / ctas); }
-  DEVICE int owner(int unit, int units) const { return (int)(((int64_t)(unit + 1) * ctas - 1) / units); }
+// Equal runs: the first `extra` CTAs take each + 1 units, the others `each`.
+struct Runs {
+  int each, extra;
+  DEVICE Runs(int units, int ctas) : each(units / ctas), extra(units % ctas) {}
+  DEVICE int begin(int cta) const { return cta * each + min(cta, extra); }
+  DEVICE int owner(int unit) const {
+    const int longer = extra * (each + 1);
+    return unit < longer ? unit / (each + 1) : extra + (unit - longer) / each;
+  }
 };
 
 DEVICE float4 unpack_bf16x4(uint2 v) {
@@ -42,15 +50,16 @@ struct Product {
 
 // Columns col .. col + 3 (col a multiple of 4) of the token at place `column` of tile `tile`, summed over the CTAs that
 // share the tile in their order. False: one CTA computed the tile, so the values are in `out`.
-DEVICE bool add_partials(const Product& p, int units, int tile, int column, int col, float4& sum) {
+DEVICE bool add_partials(const Product& p, const Runs& runs, int tile, int column, int col, float4& sum) {
   const Schedule& s = p.schedule;
-  const int unit = tile * s.k_blocks, first = s.owner(unit, units), last = s.owner(unit + s.k_blocks - 1, units);
+  const int unit = tile * s.k_blocks, first = runs.owner(unit), last = runs.owner(unit + s.k_blocks - 1);
   if (first == last) return false;
-  sum = make_float4(0.f, 0.f, 0.f, 0.f);
-  for (int cta = first; cta <= last; cta++) {
-    if (s.begin(cta, units) == s.begin(cta + 1, units)) continue;  // more CTAs than units: this one had none
-    const int64_t slot = 2 * cta + (cta == first);
-    const float4 v = *(const float4*)(p.partial + (slot * s.token_tile + column) * TILE_ROWS + col % TILE_ROWS);
+  const float* at = p.partial + (int64_t)column * TILE_ROWS + col % TILE_ROWS;
+  const int64_t slot = s.token_tile * TILE_ROWS;
+  sum = *(const float4*)(at + (2 * first + 1) * slot);
+#pragma unroll 4
+  for (int cta = first + 1; cta <= last; cta++) {
+    const float4 v = *(const float4*)(at + 2 * cta * slot);
     sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
   }
   return true;

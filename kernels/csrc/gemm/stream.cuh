@@ -241,10 +241,9 @@ template <int NT, bool FP8> DEVICE void stream(const StreamArgs& a) {
     tables[0] = tables[2] = 0, tables[1] = a.rows, tables[3] = (a.rows + NT - 1) / NT;
   }
   __syncthreads();
-  const Schedule schedule{a.row_tiles, a.k_blocks, (int)gridDim.x, NT};
   const Groups groups{tables, tables + table, a.experts};
-  const int total = a.row_tiles * groups.tiles[a.experts] * a.k_blocks, begin = schedule.begin(blockIdx.x, total);
-  const int units = schedule.begin(blockIdx.x + 1, total) - begin;
+  const Runs runs(a.row_tiles * groups.tiles[a.experts] * a.k_blocks, gridDim.x);
+  const int begin = runs.begin(blockIdx.x), units = runs.begin(blockIdx.x + 1) - begin;
   Cursor cursor{groups, a.row_tiles, a.k_blocks};
   if (threadIdx.x < 32 * CONSUMER_WARPS) {
     if (units == 0) return;

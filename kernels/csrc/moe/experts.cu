@@ -53,9 +53,9 @@ struct Place {
 };
 
 // Columns n .. n + 3 of a sorted row, rounded to BF16 whichever way they come.
-DEVICE float4 read4(const Product& p, int units, const Place& place, int row, int n) {
+DEVICE float4 read4(const Product& p, const Runs& runs, const Place& place, int row, int n) {
   float4 v;
-  if (add_partials(p, units, place.tile(p.schedule.row_tiles, n / TILE_ROWS), place.column, n, v)) return unpack_bf16x4(pack_bf16x4(v));
+  if (add_partials(p, runs, place.tile(p.schedule.row_tiles, n / TILE_ROWS), place.column, n, v)) return unpack_bf16x4(pack_bf16x4(v));
   return unpack_bf16x4(*(const uint2*)((const bf16*)p.out + (int64_t)row * p.n + n));
 }
 
@@ -77,15 +77,15 @@ template <bool FP8> DEVICE void gate(const GateArgs& a) {
   const int row = at.row, block = at.block, column = at.column();
   if (row >= a.groups[a.experts]) return;
   const Schedule& s = a.product.schedule;
-  const int units = s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks;
+  const Runs runs(s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks, s.ctas);
   const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
   float v[8];
   zero8(v);
 #pragma unroll
   for (int i = 0; i < 8; i += 4) {
     if (column >= width) continue;
-    const float4 gate = read4(a.product, units, place, row, column + i);
-    const float4 up = read4(a.product, units, place, row, width + column + i);
+    const float4 gate = read4(a.product, runs, place, row, column + i);
+    const float4 up = read4(a.product, runs, place, row, width + column + i);
     v[i] = silu_mul(gate.x, up.x), v[i + 1] = silu_mul(gate.y, up.y);
     v[i + 2] = silu_mul(gate.z, up.z), v[i + 3] = silu_mul(gate.w, up.w);
   }
@@ -124,13 +124,13 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine_experts(co
   const int token = blockIdx.x / chunks, row_tile = blockIdx.x % chunks * TILES_A_CTA + threadIdx.x / 32;
   const int n = row_tile * TILE_ROWS + 4 * (threadIdx.x % 32);
   if (n >= a.product.n) return;
-  const int units = s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks;
+  const Runs runs(s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks, s.ctas);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   for (int k = 0; k < a.top_k; k++) {
     const int row = a.places[(int64_t)token * a.top_k + k];
     if (row < 0) continue;
     const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
-    const float4 v = read4(a.product, units, place, row, n);
+    const float4 v = read4(a.product, runs, place, row, n);
     const float w = a.weights[(int64_t)token * a.top_k + k];
     sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y), sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
   }
