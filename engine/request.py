@@ -6,6 +6,7 @@ Everything that can be refused is refused here, before the request takes a place
 from __future__ import annotations
 
 import enum
+from array import array
 from dataclasses import dataclass
 
 import msgspec
@@ -32,11 +33,12 @@ class RequestLimits:
 class Request:
     """A live request. Only the scheduler changes it.
 
-    token_ids: prompt, then output tokens the host knows; num_pending: tokens beyond these that a step in flight has sampled
-        on the device (0 or 1)
+    token_ids: prompt, then output tokens the host knows; an array, which the garbage collector need not walk
+    num_pending: tokens beyond these that a step in flight has sampled on the device (0 or 1)
     num_computed: tokens in the cache once all steps scheduled so far are done. Prefill, decode and resumption after a
         preemption are all "known plus pending minus computed"
     decoding: the ranks hold this row's last token, so a step need not carry it
+    stop_ids: tokens that end it once there are more than first_stop tokens, prompt included
     max_total_tokens: prompt and output together at which the request ends with "length"
     digests: chained block digests of the leading full blocks, as far as anyone asked (engine/block_manager.py);
     num_registered: leading blocks of block_ids that are in the prefix map or were found there to be known already
@@ -50,6 +52,7 @@ class Request:
         "decoding",
         "digests",
         "eos_token_ids",
+        "first_stop",
         "first_token_time",
         "key",
         "max_drafts",
@@ -91,8 +94,9 @@ class Request:
         self.salt = message.salt
         self.eos_token_ids = [] if params.ignore_eos else list(message.eos_token_ids)
         self.stop_ids = frozenset(self.eos_token_ids).union(params.stop_token_ids)
-        self.token_ids = list(message.prompt_token_ids)
+        self.token_ids = array("i", message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.first_stop = self.num_prompt_tokens + params.min_tokens
         self.max_total_tokens = _total_tokens(self.num_prompt_tokens, params.max_tokens, limits)
         # A grammar's mask for one position needs the token before it on the host, so there is nothing to verify ahead.
         self.max_drafts = 0 if params.grammar is not None else max_drafts
@@ -126,10 +130,9 @@ class Request:
         The sampler keeps stop tokens from being drawn before min_tokens; one that comes all the same does not end it.
         """
         known = self.token_ids
-        first_stop = self.num_prompt_tokens + self.params.min_tokens
         for kept, token in enumerate(token_ids, 1):
             known.append(token)
-            if token in self.stop_ids and len(known) > first_stop:
+            if token in self.stop_ids and len(known) > self.first_stop:
                 return kept, "stop", None if token in self.eos_token_ids else token
             if len(known) >= self.max_total_tokens:
                 return kept, "length", None

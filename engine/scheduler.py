@@ -20,8 +20,9 @@ still on the device is planned with token_ids empty, and `update` applies result
 away the moment the host lets go of them, although a step in flight may still write there. That is safe because ranks run
 plans in order on one stream: the old owner's write comes before the new owner's, who reads only what it wrote itself or
 what the prefix map holds; and a block enters that map only in `update`, after the step that filled it has succeeded, and
-never again receives a write. Results carry rows, so each plan in flight remembers which request held which row, and how
-often that request had been preempted by then.
+never again receives a write. Results carry rows, so each plan in flight remembers which request held which row. A request
+that was preempted meanwhile is still waiting when the result comes, because nothing preempted is admitted in the same
+`schedule`: its tokens count, its blocks are gone.
 
 Under speculation a step adds 1 to 1 + num_drafts tokens, which the host learns from the result. Until then the
 sequence's next position is unknown here, so while drafts are in flight `schedule` returns an empty plan (`must_wait`). All
@@ -49,14 +50,15 @@ _MOST_PASSED = 64  # waiting requests looked at behind the first that does not f
 _LEAST_CHUNK = 256  # beside other prefills no prompt starts with less, since each chunk reads its whole prefix again
 
 _Queue = list[tuple[tuple[int, int], Request]]  # sorted by key; keys are unique
+_RUNNING, _FINISHED = RequestState.RUNNING, RequestState.FINISHED  # read per row and step, where enum look-ups would show
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A plan without its result: for each of its sequence steps the request and its preemption count when planned."""
+    """A plan without its result, and the requests that hold the rows of its decodes and prefills, in that order."""
 
     step: int
-    holders: list[tuple[Request, int]]
+    requests: list[Request]
     has_drafts: bool
 
 
@@ -183,20 +185,19 @@ class Scheduler:
             raise RuntimeError("two steps are in flight: update with the older one's result first")
         if self.must_wait:
             return StepPlan(step=self._num_steps)
-        num_preemptions = self._num_preemptions
-        decodes, holders, prefilling, settled = self._plan_decodes()
-        budget = self._config.max_num_batched_tokens - sum(step.num_tokens for step in decodes)
+        decodes, requests, prefilling, settled = self._plan_decodes()
+        num_drafts = sum(step.num_drafts for step in decodes) if self._num_speculative_tokens else 0
+        budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
         chunks, budget = self._share_among_prefills(prefilling, budget)
         admitted: list[Request] = []
-        # A victim of this very step may owe a token to a result in flight: admitted now, it would sample that token again.
-        if settled and self._waiting and self._num_preemptions == num_preemptions:
+        if settled and self._waiting:
             budget = self._admit(chunks, budget)
             admitted = [chunk.request for chunk in chunks[len(prefilling) :]]
         self._spend_rest(chunks, budget)
-        prefills = [self._prefill_step(chunk) for chunk in chunks if chunk.num_tokens]
+        prefills = [self._prefill_step(chunk) for chunk in chunks]
         if not decodes and not prefills:
             return StepPlan(step=self._num_steps)
-        holders += [(chunk.request, chunk.request.num_preemptions) for chunk in chunks if chunk.num_tokens]
+        requests += [chunk.request for chunk in chunks]
         plan = StepPlan(
             step=self._num_steps,
             decodes=decodes,
@@ -205,21 +206,19 @@ class Scheduler:
             freed_rows=self._freed_rows,
         )
         self._freed_rows = []
-        self._in_flight.append(_InFlight(self._num_steps, holders, any(step.num_drafts for step in decodes)))
+        self._in_flight.append(_InFlight(self._num_steps, requests, num_drafts > 0))
         self._num_steps += 1
         return plan
 
-    def _plan_decodes(self) -> tuple[list[SequenceStep], list[tuple[Request, int]], list[Request], bool]:
-        """Steps of the decoding sequences and who holds their rows; running prefills; whether nobody lacked blocks."""
+    def _plan_decodes(self) -> tuple[list[SequenceStep], list[Request], list[Request], bool]:
+        """Steps of the decoding sequences and who they are; running prefills; whether there were blocks for everybody."""
         steps: list[SequenceStep] = []
-        holders: list[tuple[Request, int]] = []
+        requests: list[Request] = []
         prefilling: list[Request] = []
         settled = True
-        running = self._running
-        index = 0
-        while index < len(running):  # a preemption takes from the end, which is not planned yet
-            request = running[index][1]
-            index += 1
+        for _, request in tuple(self._running):
+            if request.state is not _RUNNING:
+                break  # this one and all behind it have just been preempted
             if not request.decoding:
                 prefilling.append(request)
                 continue
@@ -228,13 +227,15 @@ class Scheduler:
             if left <= 0 or (pending and request.params.grammar is not None):
                 continue  # ends by length with the token in flight; or its next mask needs that token on the host
             start = request.num_computed
-            drafts = min(request.max_drafts, left - 1)
-            end = start + 1 + drafts
-            slots = min(end + self._draft_slots, request.max_total_tokens)
+            drafts = request.max_drafts
+            if drafts >= left:
+                drafts = left - 1
+            slots = min(start + 1 + drafts + self._draft_slots, request.max_total_tokens)
             if slots > len(request.block_ids) * BLOCK_SIZE:
+                num_preemptions = self._num_preemptions
                 new_blocks = self._grow(request, slots)
+                settled = settled and new_blocks is not None and num_preemptions == self._num_preemptions
                 if new_blocks is None:
-                    settled = False
                     continue
                 steps.append(SequenceStep(request.row, start, [], new_blocks, True, drafts))
             else:
@@ -242,8 +243,8 @@ class Scheduler:
             # Accepted drafts are added by `update`; a rejected one leaves nothing behind but slots that are written again.
             request.num_computed = start + 1
             request.num_pending = pending + 1
-            holders.append((request, request.num_preemptions))
-        return steps, holders, prefilling, settled
+            requests.append(request)
+        return steps, requests, prefilling, settled
 
     def _grow(self, request: Request, num_slots: int) -> list[int] | None:
         """Blocks that extend a running sequence to num_slots slots, preempting from the end of the order; None: not now."""
@@ -333,7 +334,7 @@ class Scheduler:
         request.num_registered = len(hits)
         request.num_computed = num_hit
         request.row = self._free_rows.pop()
-        request.state = RequestState.RUNNING
+        request.state = _RUNNING
         if request.prompt_logprobs is not None:
             request.prompt_logprobs = [None]  # a prefill that was preempted half way scores its prompt again
         if not request.num_preemptions:
@@ -362,6 +363,7 @@ class Scheduler:
         end = start + chunk.num_tokens
         last = end == len(request.token_ids)
         scores = request.prompt_logprobs is not None
+        follows = request.token_ids[start + 1 : end + 1].tolist() if scores or self._num_speculative_tokens else []
         request.num_computed = end
         if last:
             request.decoding = True
@@ -369,11 +371,11 @@ class Scheduler:
         return SequenceStep(
             row=request.row,
             num_computed=start,
-            token_ids=request.token_ids[start:end],
+            token_ids=request.token_ids[start:end].tolist(),
             new_blocks=chunk.new_blocks,
             sample=last,
             prompt_logprobs=request.params.prompt_logprobs if scores else None,
-            next_token_ids=request.token_ids[start + 1 : end + 1] if scores or self._num_speculative_tokens else [],
+            next_token_ids=follows,
         )
 
     def _new_sequence(self, request: Request) -> NewSequence:
@@ -383,7 +385,7 @@ class Scheduler:
             params=request.params,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
-            known_token_ids=list(request.token_ids) if request.params.needs_token_counts else [],
+            known_token_ids=request.token_ids.tolist() if request.params.needs_token_counts else [],
             eos_token_ids=request.eos_token_ids,
         )
 
@@ -404,8 +406,8 @@ class Scheduler:
         now = time.time()
         outputs: list[TokenOutput | RequestFailed] = []
         steps = plan.decodes + plan.prefills if plan.prefills else plan.decodes
-        for (request, preemptions), step in zip(flight.holders, steps):
-            if request.state is RequestState.FINISHED:
+        for request, step in zip(flight.requests, steps):
+            if request.state is _FINISHED:
                 continue  # aborted, or ended by the step before
             row = rows.get(step.row)
             if row is None:
@@ -418,14 +420,13 @@ class Scheduler:
                 continue
             elif row.prompt_logprobs is not None and request.prompt_logprobs is not None:
                 request.prompt_logprobs += row.prompt_logprobs
-            holds_row = preemptions == request.num_preemptions
             if step.sample and row is not None:
-                outputs.append(self._accept(request, step, row, holds_row, now))
-            elif holds_row:
+                outputs.append(self._accept(request, step, row, now))
+            elif request.state is _RUNNING:
                 self._register(request, step.num_computed + step.num_tokens)
         return outputs
 
-    def _accept(self, request: Request, step: SequenceStep, row: RowResult, holds_row: bool, now: float) -> TokenOutput:
+    def _accept(self, request: Request, step: SequenceStep, row: RowResult, now: float) -> TokenOutput:
         """Take a row's sampled tokens, drop those behind the end, and finish the request if this is its end."""
         sampled = row.token_ids
         if not 1 <= len(sampled) <= 1 + step.num_drafts:
@@ -438,19 +439,24 @@ class Scheduler:
         self._reserved_tokens += kept
         self._generation_tokens += kept
         if step.num_drafts:
-            request.spec_drafted += step.num_drafts
-            request.spec_accepted += kept - 1
-            self._spec_drafts += 1
-            self._spec_draft_tokens += step.num_drafts
-            for position in range(kept - 1):
-                self._spec_accepted_per_pos[position] += 1
-        if holds_row:
+            self._count_drafts(request, step.num_drafts, kept - 1)
+        if request.state is _RUNNING:
             request.num_pending -= 1
             request.num_computed += kept - 1
-            self._register(request, step.num_computed + (len(step.token_ids) or kept))
+            num_valid = step.num_computed + (len(step.token_ids) or kept)
+            if num_valid // BLOCK_SIZE > request.num_registered:
+                self._register(request, num_valid)
         if finish_reason is not None:
             self._retire(request)
         return self._output(request, sampled, now, finish_reason, stop_reason, logprobs)
+
+    def _count_drafts(self, request: Request, drafted: int, accepted: int) -> None:
+        request.spec_drafted += drafted
+        request.spec_accepted += accepted
+        self._spec_drafts += 1
+        self._spec_draft_tokens += drafted
+        for position in range(accepted):
+            self._spec_accepted_per_pos[position] += 1
 
     def _register(self, request: Request, num_valid: int) -> None:
         """Make the blocks findable that num_valid tokens, now computed and accepted, fill."""
@@ -463,11 +469,11 @@ class Scheduler:
 
     def _retire(self, request: Request) -> None:
         """Take a request out of every structure. Its terminal message is the caller's to make."""
-        queue = self._running if request.state is RequestState.RUNNING else self._waiting
+        queue = self._running if request.state is _RUNNING else self._waiting
         del queue[bisect_left(queue, request.key, key=lambda entry: entry[0])]
-        if request.state is RequestState.RUNNING:
+        if request.state is _RUNNING:
             self._let_go(request)
-        request.state = RequestState.FINISHED
+        request.state = _FINISHED
         self._reserved_tokens -= len(request.token_ids)
         del self._requests[request.request_id]
 
@@ -487,28 +493,31 @@ class Scheduler:
         stop_reason: int | None = None,
         logprobs: list[TokenLogprob] | None = None,
     ) -> TokenOutput:
+        """The message for new tokens; totals always, times on the first and the terminal one."""
+        scheduled_time = first_token_time = finished_time = 0.0
         prompt_logprobs = None
-        first = bool(token_ids) and not request.first_token_time
-        if first:
+        if token_ids and not request.first_token_time:
             request.first_token_time = now
             prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-        ends = finish_reason is not None
+            scheduled_time, first_token_time = request.scheduled_time, now
+        if finish_reason is not None:
+            scheduled_time, first_token_time, finished_time = request.scheduled_time, request.first_token_time, now
         return TokenOutput(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_output_tokens=len(request.token_ids) - request.num_prompt_tokens,
-            num_preemptions=request.num_preemptions,
-            scheduled_time=request.scheduled_time if first or ends else 0.0,
-            first_token_time=request.first_token_time if first or ends else 0.0,
-            finished_time=now if ends else 0.0,
-            spec_drafted=request.spec_drafted,
-            spec_accepted=request.spec_accepted,
+            request.request_id,
+            token_ids,
+            finish_reason,
+            stop_reason,
+            logprobs,
+            prompt_logprobs,
+            request.num_prompt_tokens,
+            request.num_cached_tokens,
+            request.num_output_tokens,
+            request.num_preemptions,
+            scheduled_time,
+            first_token_time,
+            finished_time,
+            request.spec_drafted,
+            request.spec_accepted,
         )
 
     # ---- figures

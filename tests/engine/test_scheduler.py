@@ -286,6 +286,18 @@ def test_the_last_sequence_sits_out_rather_than_preempt_itself() -> None:
     assert [len(plan.decodes) for plan in host.device.plans[8:13]] == [2, 1, 1, 1, 1]
 
 
+def test_a_victim_waits_for_its_token_in_flight() -> None:
+    """A victim whose token is still on the device is not admitted in the same step, even where its blocks would suffice:
+    it would sample that token again."""
+    host = Host(num_blocks=6, asynchronous=True, prefix_cache=False)
+    lengths = {"old1": 60, "old2": 60, "large": 130, "small": 5}
+    host.add(*(request(name, length, 20, family=index) for index, (name, length) in enumerate(lengths.items())))
+    host.run()
+    host.check()
+    stats = host.scheduler.stats()
+    assert stats.num_preemptions == 2 and end_of(host, "large").num_preemptions == end_of(host, "small").num_preemptions == 1
+
+
 def test_preemption_clears_all_block_state() -> None:
     """Report S19: after a preemption the row starts with the blocks it got now, and none of before is sent again."""
     host = Host(num_blocks=5, prefix_cache=False)
