@@ -50,6 +50,7 @@ class Choice:
         self._work = work
         self._model = model
         self._prompt_ids = prompt.token_ids
+        self._begun = False  # a completion's first chunk also carries what echo asks for
         self._pending = OutputDelta()  # tokens whose text a parser still holds
         self._parser: ChatParser | None = None
         self._message = _Message()
@@ -66,7 +67,7 @@ class Choice:
     # ---- streaming
 
     def first_chunk(self) -> dict[str, Any] | None:
-        """What a stream begins with: the role in chat, the echoed prompt in completions that are not scored."""
+        """What a stream begins with before any token: the role in chat, nothing elsewhere."""
         if self._work.kind == "chat":
             first = {
                 "index": self.index,
@@ -80,7 +81,6 @@ class Choice:
     def push(self, output: TokenOutput) -> dict[str, Any] | None:
         """The choice entry of the next chunk, None if there is nothing to send yet. Raises RequestRejected for a token id
         out of range: the caller ends this request only."""
-        first = self.stream.num_output_tokens == 0
         delta = self.stream.push(output)
         self.stopped_by_string = delta.stopped_by_string
         if not delta:
@@ -89,7 +89,10 @@ class Choice:
             delta = OutputDelta(prompt_logprobs=delta.prompt_logprobs, finish_reason="length" if delta.finish_reason else None)
         if self._work.kind == "chat":
             return self._chat_chunk(delta)
-        return self._generate_chunk(delta) if self._work.kind == "generate" else self._completion_chunk(delta, first)
+        if self._work.kind == "generate":
+            return self._generate_chunk(delta)
+        first, self._begun = not self._begun, True
+        return self._completion_chunk(delta, first)
 
     def _chat_chunk(self, delta: OutputDelta) -> dict[str, Any] | None:
         assert self._parser is not None
