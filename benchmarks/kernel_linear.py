@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cuda import binding, gemm, moe
+from kernels.cuda.elementwise import silu_and_mul
 from kernels.layout import FP8, BlockScaledWeight, Weight
 
 RESULTS = Path(__file__).parent / "results" / "kernel_linear.jsonl"
@@ -166,6 +167,27 @@ def expert_case(
     return result
 
 
+def mlp_case(name: str, hidden: int, inner: int, m: int, rate: float) -> dict[str, object]:
+    """A shared expert or dense MLP as one operation and as its three."""
+    gate_up, down = random_weight(2 * inner, hidden), random_weight(hidden, inner)
+    copies = max(2, -(-ROTATED_BYTES // (3 * inner * hidden)))
+    weights = [tuple(BlockScaledWeight(w.data.clone(), w.scale.clone()) for w in (gate_up, down)) for _ in range(copies)]
+    x = torch.randn(m, hidden, device="cuda").bfloat16()
+
+    def three(i: int) -> torch.Tensor:
+        first, second = weights[i % copies]
+        return gemm.linear(silu_and_mul(gemm.linear(x, first)), second)
+
+    result = {
+        "case": name, "tokens": m, "bytes": 3 * inner * hidden,
+        "operation_us": graph_us(lambda i: moe.gated_mlp(x, *weights[i % copies]), copies),
+        "three_operations_us": graph_us(three, copies),
+        "bytes_at_read_rate_us": 3 * inner * hidden / rate * 1e6,
+    }  # fmt: skip
+    print({key: round(value, 2) if isinstance(value, float) else value for key, value in result.items()}, flush=True)
+    return result
+
+
 def small_kernels() -> dict[str, object]:
     """Microseconds of the kernels around the products, 64 tokens of DeepSeek-V3."""
     x, gate_up = torch.randn(64, 7168, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda").bfloat16()
@@ -190,7 +212,7 @@ def small_kernels() -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 16, 64, 128], help="batch sizes of the dense layers")
-    parser.add_argument("--layers", nargs="+", choices=list(DENSE), default=list(DENSE))
+    parser.add_argument("--layers", nargs="*", choices=list(DENSE), default=list(DENSE))
     parser.add_argument("--experts", nargs="*", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -201,6 +223,8 @@ def main() -> None:
     results = [small_kernels()]
     for name in args.layers:
         results += dense_case(name, *DENSE[name], args.tokens, rate)
+    if args.layers:
+        results += [mlp_case("shared expert", 7168, 2048, m, rate) for m in args.tokens if m <= gemm.STREAM_MAX_TOKENS]
     for name in args.experts:
         results.append(expert_case(name, EXPERTS[name], rate, quantized=True))
     if args.experts:

@@ -213,13 +213,18 @@ def _dense(
     x: torch.Tensor, x_scale: torch.Tensor | None, w: torch.Tensor, w_scale: torch.Tensor | None, dtype: torch.dtype
 ) -> torch.Tensor:
     rows, n = x.shape[0], w.shape[0]
-    token_tile = next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
     out = torch.empty(rows, n, dtype=dtype, device=x.device)
-    product = stream(x, x_scale, w.unsqueeze(0), w_scale, out, token_tile=token_tile, groups=None)
-    if _is_split(product.args, -(-rows // token_tile)):
+    tile = token_tile(rows)
+    product = stream(x, x_scale, w.unsqueeze(0), w_scale, out, token_tile=tile, groups=None)
+    if _is_split(product.args, -(-rows // tile)):
         name = "finish_bf16" if dtype is torch.bfloat16 else "finish_fp32"
         _launch("gemm_finish", name, x.device, tile_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
     return out
+
+
+def token_tile(rows: int) -> int:
+    """Token tile of a dense product."""
+    return next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cuda import binding, gemm
+from kernels.cuda.elementwise import silu_and_mul
 from kernels.errors import KernelContractError
 from kernels.layout import BlockScaledWeight, QuantizedActivation, Weight
 
@@ -47,7 +48,7 @@ class _ScatterArgs(ctypes.Structure):
 class _GateArgs(ctypes.Structure):
     _fields_ = (
         ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("to", gemm.QuantizedArgs),
-        ("copy", c_void_p), ("experts", c_int), ("_pad", c_int),
+        ("copy", c_void_p), ("experts", c_int), ("rows", c_int),
     )  # fmt: skip
 
 
@@ -127,6 +128,30 @@ def grouped_mlp(
     return out
 
 
+def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    """x [T, D] through down(silu(gate x) * up x); gate_up [2 I, D], down [D, I].
+
+    With block-scaled weights and up to gemm.STREAM_MAX_TOKENS tokens: five launches, each but the first started early.
+    """
+    if not isinstance(gate_up, BlockScaledWeight) or not isinstance(down, BlockScaledWeight):
+        return gemm.linear(silu_and_mul(gemm.linear(x, gate_up)), down)
+    tokens, inner = x.shape[0], down.data.shape[1]
+    quantized = gemm.quantize_1x128(x.contiguous())
+    if x.dtype is torch.float32 or not 0 < tokens <= gemm.STREAM_MAX_TOKENS or inner % 16:
+        return gemm.linear(silu_and_mul(gemm.linear_quantized(quantized, gate_up, x.dtype)), down)
+    gemm.check_weight("gated_mlp", gate_up.data, gate_up.scale)
+    gemm.load_products("fp8", x.device.index)
+    both = torch.empty(tokens, 2 * inner, dtype=torch.bfloat16, device=x.device)
+    token_tile = gemm.token_tile(tokens)
+    product = gemm.stream(
+        quantized.data, quantized.scale, gate_up.data.unsqueeze(0), gate_up.scale, both, token_tile=token_tile, groups=None
+    )
+    gated = gemm.empty_activation(tokens, inner, x.device)
+    gate = _GateArgs(product.args, None, None, gemm.quantized_args(gated), None, 1, tokens)
+    _launch("moe", "gate_fp8", x.device, gemm.block_grid(tokens, inner), _THREADS, gate, overlap=True)
+    return gemm.linear_quantized(gated, down, torch.bfloat16)
+
+
 def _one_pass(
     x: torch.Tensor,
     weights: torch.Tensor,
@@ -143,7 +168,7 @@ def _one_pass(
     down_data, down_scale = _parts(down)
     experts, width, hidden = gate_up_data.shape
     inner = width // 2
-    token_tile = _token_tile(tokens)
+    token_tile = _expert_tile(tokens)
 
     groups = torch.empty(2, experts + 1, dtype=torch.int32, device=device)
     places = torch.empty(pairs, dtype=torch.int32, device=device)
@@ -160,7 +185,7 @@ def _one_pass(
     product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
 
     gated, gated_scale, to, copy = _empty_rows(pairs, inner, device, quantized=down_scale is not None)
-    gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts)
+    gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts, 0)
     _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(pairs, inner), _THREADS, gate, overlap=True)
     each = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
     product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)
@@ -178,7 +203,7 @@ def _one_pass(
     _launch("moe", "combine_experts", device, gemm.tile_grid(tokens, hidden), _THREADS, combine, overlap=True)
 
 
-def _token_tile(tokens: int) -> int:
+def _expert_tile(tokens: int) -> int:
     """Tokens of an expert that share one read of its weights: enough for nearly all experts at the usual 1 in 16 or less
     of the tokens an expert gets, without fetching rows that are not there."""
     for tile, most in ((8, 8), (16, 16), (32, 256), (64, 1024)):

@@ -9,6 +9,8 @@ from kernels.cuda import gemm, moe
 from kernels.errors import KernelContractError
 from kernels.layout import FP8, BlockScaledWeight, Weight
 from kernels.reference import moe as reference
+from kernels.reference.elementwise import silu_and_mul
+from kernels.reference.linear import linear
 from tests.kernels.poison import poison_free_memory
 from tests.kernels.test_cuda_gemm import worst_row_error
 
@@ -184,6 +186,19 @@ def test_fp32_activations_agree_with_the_reference() -> None:
     y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=2)
     assert y.dtype is torch.float32
     torch.testing.assert_close(y, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 65, 128, 200])
+@pytest.mark.parametrize(("hidden", "inner"), [(1024, 2048), (1040, 192)])
+def test_gated_mlp_matches_its_three_steps(tokens: int, hidden: int, inner: int) -> None:
+    gate_up, down = experts(1, 2 * inner, hidden), experts(1, hidden, inner)
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    for kind in ("fp8", "bf16"):
+        one = [BlockScaledWeight(w.data[0], w.scale[0]) for w in (gate_up, down)]
+        weights = one if kind == "fp8" else [w.dequantize(torch.bfloat16) for w in one]
+        expected = linear(silu_and_mul(linear(x, weights[0])), weights[1])
+        poison_free_memory()
+        assert worst_row_error(moe.gated_mlp(x, *weights), expected.double()) < 2e-2
 
 
 def test_unsupported_experts_are_refused_by_name() -> None:
