@@ -137,7 +137,7 @@ Weight = torch.Tensor | BlockScaledWeight
 class QuantizedActivation:
     """Rows as a block-scaled FP8 product takes them; real value = data * scale of its 128 channels.
 
-    data:  E4M3 [T, K], dense
+    data:  E4M3 [T, K], dense; the rows that round T up to a multiple of 4 are allocated behind it
     scale: FP32 [T, ceil(K / 128)], tokens adjacent in memory: strides (1, T rounded up to a multiple of 4)
     """
 
