@@ -8,7 +8,6 @@ limited by counts, not clocks, so a grammar is accepted or refused alike everywh
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def choice_grammar(choices: list[str], param: str) -> str:
     """Grammar of exactly one of the given texts."""
     if not 1 <= len(choices) <= MAX_CHOICES or not all(choices):
         raise RequestRejected(f"{param}: needs 1 to {MAX_CHOICES} texts, none empty", param=param)
-    return regex_grammar("|".join(re.sub(r"([^\w\s])", r"\\\1", choice, flags=re.ASCII) for choice in choices), param)
+    return lark_grammar("start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices), param)
 
 
 def lark_grammar(text: str, param: str) -> str:
@@ -64,10 +63,13 @@ def lark_grammar(text: str, param: str) -> str:
 
 
 def after_reasoning(grammar: str, closing_tag: str, tokenizer: Tokenizer) -> str:
-    """The same grammar for text that begins inside reasoning: free until the closing tag, then white space and `grammar`."""
+    """The same grammar for text that begins inside reasoning: free until the closing tag, then `grammar`."""
     token_id = tokenizer.token_id(closing_tag)
-    close = f"<[{token_id}]>" if token_id is not None else json.dumps(closing_tag)
-    outer = {"name": "outer", "lark_grammar": f"start: thought {close} @answer\nthought: /(.|\\n)*/"}
+    if token_id is not None:
+        free = f"start: thought <[{token_id}]> @answer\nthought: /(.|\\n)*/"
+    else:  # a tag of ordinary tokens ends the text at its first place
+        free = f"start: thought @answer\nthought[suffix={json.dumps(closing_tag)}]: /(.|\\n)*/"
+    outer = {"name": "outer", "lark_grammar": free}
     return json.dumps({"grammars": [outer, {**json.loads(grammar)["grammars"][0], "name": "answer"}]})
 
 
@@ -130,7 +132,7 @@ class GrammarMatcher:
 
     def accept(self, token_ids: list[int]) -> bool:
         """Advance by sampled tokens. False (and `error`) when one does not fit; end tokens fit where the text may end."""
-        return bool(self._matcher.consume_tokens(token_ids))
+        return all(self._matcher.consume_token(token_id) for token_id in token_ids)
 
     def mask(self) -> npt.NDArray[np.int32]:
         """int32[ceil(vocab / 32)]: bit t % 32 of word t // 32 says whether token t may come next. All ones after an error."""
