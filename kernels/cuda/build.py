@@ -40,6 +40,7 @@ MODULES = {
     "decode_combine": Module("mla_decode/combine.cu"),
     "decode_fp8": Module("mla_decode/fp8.cu", spill_allowance=96),
     "decode_bf16": Module("mla_decode/bf16.cu"),
+    "paged_read": Module("mla_decode/paged_read.cu"),
     "quantize": Module("gemm/quantize.cu"),
     "gemm_fp8": Module("gemm/stream_fp8.cu"),
     "gemm_bf16": Module("gemm/stream_bf16.cu"),

@@ -42,6 +42,15 @@ class _DecodeArgs(ctypes.Structure):
     )  # fmt: skip
 
 
+class PagedReadArgs(ctypes.Structure):
+    """Arguments of the benchmark kernel paged_read; fill the maps with fill_maps."""
+
+    _fields_ = (
+        ("content", binding.TensorMap), ("rope", binding.TensorMap),
+        ("scales", c_void_p), ("scale_stride", c_int64), ("pages", c_void_p), ("count", c_int), ("_pad", c_int * 9),
+    )  # fmt: skip
+
+
 class _CombineArgs(ctypes.Structure):
     _fields_ = (
         ("work", c_void_p), ("layout", _WorkLayout), ("group", c_int), ("rows", c_int), ("out_fp32", c_int),
@@ -126,7 +135,7 @@ def mla_decode(
         return out, lse
     fp8 = cache.format is CacheFormat.FP8
     args = _DecodeArgs()
-    _fill_maps(op, args, cache)
+    fill_maps(op, args, cache)
     if fp8:
         assert cache.scale is not None and query.scale is not None
         args.scales, args.scale_stride = cache.scale.data_ptr(), cache.scale.stride(0)
@@ -144,12 +153,15 @@ def mla_decode(
         plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32,
         plan.partial_out.data_ptr(), plan.partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    module, name, threads = ("decode_fp8", "mla_decode_fp8", 512) if fp8 else ("decode_bf16", "mla_decode_bf16", 512)
+    module, name = ("decode_fp8", "mla_decode_fp8") if fp8 else ("decode_bf16", "mla_decode_bf16")
     with torch.cuda.device(device):
-        binding.kernel(module, name, device.index).launch(g.groups * g.group, threads, args)
-        rows = g.max_items * g.group * TILE_ROWS
-        grid = min(rows, 8 * binding.sm_count(device.index))
-        binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, 128, combine, overlap=True)
+        binding.kernel(module, name, device.index).launch(g.groups * g.group, 512, args, overlap=True)
+        sms = binding.sm_count(device.index)
+        rows = b * s * h
+        # Few rows have many splits each, so more threads share a row. Batch-invariant: one order of additions for all.
+        threads = 128 if plan.batch_invariant or rows > 4 * sms else 512
+        grid = min(g.max_items * g.group * TILE_ROWS, 16 * 128 // threads * sms)
+        binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, threads, combine, overlap=True)
     return out, lse
 
 
@@ -194,7 +206,7 @@ def _check(
         require(query.scale.shape == query.content.shape[:3], f"query.scale must be {tuple(query.content.shape[:3])}, got {tuple(query.scale.shape)}")
 
 
-def _fill_maps(op: str, args: _DecodeArgs, cache: LatentCache) -> None:
+def fill_maps(op: str, args: _DecodeArgs | PagedReadArgs, cache: LatentCache) -> None:
     """Tensor maps of the pool: {dims of a 128-byte row, 64 tokens, rows of a token, pages}."""
     content, rope = cache.content, cache.rope
     token_bytes, element = cache.latent_dim * content.itemsize, content.itemsize

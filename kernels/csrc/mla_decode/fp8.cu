@@ -473,6 +473,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
   }
   __syncthreads();
   allow_next_kernel();
+  wait_for_previous_kernel();
   if (wg == 0) {
     setmaxnreg_dec<24>();
     if (w == 0) produce(a, sm, lane);

@@ -22,12 +22,20 @@ struct PlanArgs {
 
 DEVICE int blocks_of(int len) { return len > 0 ? (len + BLOCK - 1) / BLOCK : 0; }
 
+// Lengths near at hand: the walks below read them one by one.
+constexpr int STAGED = 4096;
+struct Lengths {
+  const int* staged;
+  const int* rest;
+  DEVICE int operator[](int s) const { return s < STAGED ? staged[s] : rest[s]; }
+};
+
 // Groups a greedy walk needs when each holds `capacity`.
-DEVICE int groups_needed(const PlanArgs& a, int capacity) {
+DEVICE int groups_needed(const PlanArgs& a, Lengths lens, int capacity) {
   const int room_of_new = capacity - OVERHEAD;
   int used = 0, left = 0;
   for (int s = 0; s < a.batch; s++) {
-    const int blocks = blocks_of(a.seq_lens[s]);
+    const int blocks = blocks_of(lens[s]);
     for (int u = 0; u < a.units; u++) {
       int rest = blocks;
       const int room = left - OVERHEAD;
@@ -46,12 +54,16 @@ DEVICE int groups_needed(const PlanArgs& a, int capacity) {
 }
 
 extern "C" __global__ void __launch_bounds__(32) plan_decode(const PlanArgs a) {
+  __shared__ int staged[STAGED];
+  const Lengths lens{staged, a.seq_lens};
   const int lane = threadIdx.x, groups = a.layout.groups;
   int blocks = 0, busy = 0;  // all blocks, sequences with any
   for (int s = lane; s < a.batch; s += 32) {
-    const int n = blocks_of(a.seq_lens[s]);
+    const int len = a.seq_lens[s], n = blocks_of(len);
+    if (s < STAGED) staged[s] = len;
     blocks += n, busy += n > 0;
   }
+  __syncwarp();
   for (int d = 16; d; d /= 2) blocks += __shfl_xor_sync(~0u, blocks, d), busy += __shfl_xor_sync(~0u, busy, d);
   const int64_t cost = (int64_t)a.units * (blocks + OVERHEAD * busy);
 
@@ -59,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_decode(const PlanArgs a) {
   if (!a.invariant) {
     const int least = max(OVERHEAD + 1, (int)((cost + groups - 1) / groups));
     for (int base = least;; base += 32) {
-      const uint32_t fits = __ballot_sync(~0u, groups_needed(a, base + lane) <= groups);
+      const uint32_t fits = __ballot_sync(~0u, groups_needed(a, lens, base + lane) <= groups);
       if (fits) {
         capacity = base + __ffs(fits) - 1;
         break;
@@ -74,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(32) plan_decode(const PlanArgs a) {
   int group = -1, left = 0, piece = 0, slot = 0, item = 0;
   int64_t line = 0;  // invariant mode: cost of all pieces before this one
   for (int s = 0; s < a.batch; s++) {
-    const int len = a.seq_lens[s], n = blocks_of(len);
+    const int len = lens[s], n = blocks_of(len);
     for (int u = 0; u < a.units; u++) {
       const int first_slot = slot;
       const int share = a.invariant ? max(INVARIANT_BLOCKS, (n + INVARIANT_SPLITS - 1) / INVARIANT_SPLITS) : 0;

@@ -1,0 +1,111 @@
+"""Timing in the steady, power-limited state: CUDA-graph replays over rotated inputs, warmed up, medians.
+
+Heavy kernels on an H200 run at the power cap, so a time means little without the state it was taken in: every case here is
+warmed with its own work for WARM_MS before MEASURE_MS of replays count, and every result carries the clocks.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+WARM_MS, MEASURE_MS = 120.0, 60.0
+RESULTS = Path(__file__).parent / "results"
+
+
+class Timing:
+    """Steady time of one call. us: median over replays; low, high: quartiles; clock_mhz: SM clock right behind the last."""
+
+    def __init__(self, samples: list[float], clock_mhz: int | None) -> None:
+        self.us = statistics.median(samples)
+        ordered = sorted(samples)
+        self.low, self.high = ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+        self.clock_mhz = clock_mhz
+
+
+def steady(calls: Sequence[Callable[[], object]]) -> Timing:
+    """Time one graph that makes every call of `calls` once, per call.
+
+    calls: the same operation on different inputs, together larger than the L2 cache where it must not help.
+    """
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+
+    def replay() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    replay()
+    once = max(replay(), 1e-3)
+    _until(replay, WARM_MS, once)
+    samples = _until(replay, MEASURE_MS, once)
+    clock = sm_clock()
+    return Timing([1e3 * s / len(calls) for s in samples], clock)
+
+
+def _until(replay: Callable[[], float], budget_ms: float, once_ms: float) -> list[float]:
+    return [replay() for _ in range(max(3, int(budget_ms / once_ms)))]
+
+
+def sm_clock() -> int | None:
+    """SM clock in MHz, or None where the driver does not say."""
+    try:
+        return torch.cuda.clock_rate()
+    except Exception:  # needs the optional nvidia-ml-py; a missing clock is no reason to lose a timing
+        return None
+
+
+def device_state() -> dict[str, object]:
+    """Device, driver, library versions and date, for every results file."""
+    query = "name,driver_version,power.limit,clocks.max.sm"
+    answer = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
+    return {
+        "device": answer.stdout.strip(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "warm_ms": WARM_MS, "measure_ms": MEASURE_MS,
+    }  # fmt: skip
+
+
+class Log:
+    """JSON lines in a results file; every line repeats the device state."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.state = path, device_state()
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, **fields: object) -> None:
+        with self.path.open("a") as out:
+            out.write(json.dumps(fields | self.state) + "\n")
+
+
+def matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:
+    """TFLOP/s of one large matrix product of random data: BF16, or FP8 with per-tensor scales and fast accumulation."""
+    if dtype is torch.bfloat16:
+        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
+        timing = steady([lambda: torch.matmul(a, b)])
+    else:
+        x, y = (torch.randn(size, size, device="cuda").to(dtype) for _ in range(2))
+        one = torch.ones((), device="cuda")
+        timing = steady([lambda: torch._scaled_mm(x, y.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)])
+    return 2 * size**3 / timing.us * 1e-6
+
+
+def copy_rate(size: int = 4 << 30) -> float:
+    """TB/s of a device-to-device copy, bytes read plus bytes written."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return 2 * size / steady([lambda: target.copy_(source)]).us * 1e-6
