@@ -16,7 +16,7 @@ from models.layers.rope import rope_table
 from models.longcat import is_longcat_draft_tensor, longcat_layers
 from models.mtp import MTPHead, require_mtp
 from models.parallel import ParallelContext
-from models.weights import Checkpoint, Inventory, Progress, RandomSource, Source, Weights
+from models.weights import Checkpoint, Inventory, Progress, ProgressLine, RandomSource, Source, Weights
 
 
 class CausalLM:
@@ -68,7 +68,7 @@ def load_model(
     dtype: of weights that are not kept in FP8, and of activations. A CPU multiplies no FP8, so there FP8 weights are
         dequantized while they are read; on CUDA they stay FP8, but for W_UK and W_UV.
     max_model_len: positions of the RoPE table; 0 means the model's own limit
-    progress: called with the bytes read and the bytes to read, of this rank
+    progress: called with the bytes read and the bytes to read of this rank; by default rank 0 writes a line with the rate
     Raises ModelConfigError on sizes that cannot be split, WeightsError on a checkpoint that does not fit, both before
     any weight is read.
     """
@@ -97,6 +97,8 @@ def load_model(
     build(inventory, torch.device("meta"))
     is_draft_tensor = is_longcat_draft_tensor if config.family == "longcat" else is_deepseek_draft_tensor
     inventory.check(lambda name: is_draft_tensor(name, config))
+    if progress is None and parallel.rank == 0:
+        progress = ProgressLine("Loading weights")
     checkpoint.bytes_total, checkpoint.progress = inventory.bytes, progress
     model = build(checkpoint, device)
     checkpoint.close()

@@ -13,6 +13,8 @@ they are read. What is FP8 is decided by the tensors that are present, not by co
 from __future__ import annotations
 
 import json
+import sys
+import time
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -335,6 +337,27 @@ class RandomSource:
 
     def mark_known(self, name: str) -> None:
         """Nothing to check."""
+
+
+class ProgressLine:
+    """Bytes read, their rate and what is left, on one line of standard error; silent for loads under a second."""
+
+    def __init__(self, label: str, interval_s: float = 0.5) -> None:
+        self.label, self.interval_s = label, interval_s if sys.stderr.isatty() else 10.0
+        self.start = time.monotonic()
+        self.shown = self.start + 1.0 - self.interval_s
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        last = done >= total and self.shown > self.start + 1.0 - self.interval_s
+        if not last and now - self.shown < self.interval_s:
+            return
+        self.shown = now
+        rate = done / max(now - self.start, 1e-9)
+        left = f"{(total - done) / max(rate, 1.0):.0f} s left" if done < total else f"in {now - self.start:.0f} s"
+        line = f"{self.label}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left}"
+        end = "\r" if sys.stderr.isatty() and done < total else "\n"
+        print(line.ljust(90), end=end, file=sys.stderr, flush=True)
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
