@@ -258,7 +258,7 @@ def _rejection(problems: list[Any]) -> RequestRejected:
     field = ".".join(map(str, location)) or "body"
     top = str(location[0]) if location else None
     if problem["type"] == "extra_forbidden":
-        fix = INSTEAD.get(str(location[-1]), "remove it")
+        fix = INSTEAD.get(str(problem["loc"][-1]), "remove it")
         return RequestRejected(f"{field}: this field is not supported here; {fix}", param=field)
     if problem["type"] == "missing":
         return RequestRejected(f"{field}: is required", param=field)

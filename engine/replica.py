@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +139,8 @@ def run_worker(
     """Be one worker until the engine stops. front_end: on rank 0; began: monotonic time at which the process did.
     Returns the exit status."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(levelname)s rank {place.rank} %(name)s: %(message)s")
+    # newer releases of torch rename the collectives that older ones have
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     heartbeat: Heartbeat | None = None
     threading.Thread(target=_watch_lifeline, daemon=True).start()
     try:

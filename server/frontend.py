@@ -60,7 +60,6 @@ class _Rank:
     peer: bytes
     heard: float
     phase: str = ""
-    phase_since: float = 0.0
     ready: bool = False
 
 
@@ -225,8 +224,8 @@ class EngineClient:
                 self._send(peer, Wake())
 
     def abort(self, generation: Generation) -> None:
-        """Drop a request; its terminal output still comes. No effect once it ended."""
-        if not generation.terminal:
+        """Drop a request; its terminal output still comes. No effect once it ended or was stopped."""
+        if not generation.terminal and generation.stopped_at is None:
             self._send(self._leaders[generation.dp_rank], AbortRequest(generation.request_id))
 
     def stop(self, generation: Generation, num_tokens: int) -> None:
@@ -280,15 +279,14 @@ class EngineClient:
             "spec_accepted_tokens": sum(sum(s.spec_accepted_per_pos) for s in stats),
         }
 
-    def waiting_for(self) -> list[str]:
-        """What start-up waits for, one line a rank."""
-        now = time.monotonic()
-        missing = [f"rank {rank} to connect" for rank in range(self.world_size) if rank not in self._ranks]
-        return missing + [
-            f"rank {number} in {rank.phase or 'start'} for {now - rank.phase_since:.0f} s"
-            for number, rank in sorted(self._ranks.items())
-            if not rank.ready
-        ]
+    def waiting_for(self) -> dict[str, list[int]]:
+        """Phases of start-up that are not over, and the ranks that are in them."""
+        phases: dict[str, list[int]] = {}
+        for number in range(self.world_size):
+            rank = self._ranks.get(number)
+            if rank is None or not rank.ready:
+                phases.setdefault("connecting" if rank is None else rank.phase or "connecting", []).append(number)
+        return phases
 
     async def _heartbeat(self) -> None:
         while True:
@@ -333,7 +331,7 @@ class EngineClient:
                 self._request_failed(message)
             case Phase() if rank is not None:
                 if message.seconds is None:
-                    rank.phase, rank.phase_since = message.name, time.monotonic()
+                    rank.phase = message.name
                 rank.ready = message.name == "ready"
                 self.on_phase(message)
                 self._maybe_ready()
@@ -356,7 +354,7 @@ class EngineClient:
         if hello.channel == STEPS:
             self._leaders[hello.dp_rank] = peer
         else:
-            self._ranks[hello.rank] = _Rank(hello.dp_rank, peer, time.monotonic(), phase_since=time.monotonic())
+            self._ranks[hello.rank] = _Rank(hello.dp_rank, peer, time.monotonic())
 
     def _maybe_ready(self) -> None:
         ranks_ready = len(self._ranks) == self.world_size and all(rank.ready for rank in self._ranks.values())

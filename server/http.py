@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hmac
 import logging
 import sys
@@ -108,24 +109,22 @@ class Door:
             else:
                 await self._app(scope, self._bounded(receive), reply)
         finally:
-            route = scope.get("route")
-            path = getattr(route, "path", "other")
-            self._metrics.http[path, str(status)] += 1
-            client = scope.get("client")
-            if path in QUIET_PATHS:
-                return
-            self._access_log.write(
-                {
-                    "time": round(began, 3),
-                    "request_id": scope["state"]["request_id"],
-                    "client": client[0] if client else None,
-                    "method": scope["method"],
-                    "path": scope["path"][:256],
-                    "status": status,
-                    "seconds": round(time.time() - began, 4),
-                    **notes,
-                }
-            )
+            path = scope["path"]
+            self._metrics.http[getattr(scope.get("route"), "path", "other"), str(status)] += 1
+            if path not in QUIET_PATHS:
+                client = scope.get("client")
+                self._access_log.write(
+                    {
+                        "time": round(began, 3),
+                        "request_id": scope["state"]["request_id"],
+                        "client": client[0] if client else None,
+                        "method": scope["method"],
+                        "path": path[:256],
+                        "status": status,
+                        "seconds": round(time.time() - began, 4),
+                        **notes,
+                    }
+                )
 
     def _refusal(self, path: str, headers: list[tuple[bytes, bytes]]) -> tuple[int, bytes] | None:
         size = sum(len(name) + len(value) for name, value in headers)
@@ -137,11 +136,9 @@ class Door:
             text = f"the body is larger than {self._max_body_bytes} bytes"
             return 413, error_body(text, "invalid_request_error", "body_too_large")
         if self._keys and path not in OPEN_PATHS:
-            given = next((value for name, value in headers if name == b"authorization"), b"")
-            scheme, _, key = given.partition(b" ")
-            digest = sha256(key.strip()).digest()
+            digest = sha256(_given_key(headers)).digest()
             right = [hmac.compare_digest(digest, known) for known in self._keys]  # all of them, whatever the first says
-            if scheme.lower() != b"bearer" or not any(right):
+            if not any(right):
                 return 401, error_body(
                     "a valid API key is needed: Authorization: Bearer KEY", "authentication_error", "invalid_api_key"
                 )
@@ -163,6 +160,19 @@ class Door:
         return bounded
 
 
+def _given_key(headers: list[tuple[bytes, bytes]]) -> bytes:
+    """The key of a bearer token, or the password of Basic credentials, which is how a browser asks for one."""
+    scheme, _, value = next((value for name, value in headers if name == b"authorization"), b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return value.strip()
+    if scheme.lower() == b"basic":
+        try:
+            return base64.b64decode(value, validate=True).partition(b":")[2]
+        except ValueError:
+            return b""
+    return b""
+
+
 def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
     """The client's X-Request-Id if it is short and plain, else a new one."""
     given = next((value for name, value in headers if name == b"x-request-id"), b"").decode("latin-1")
@@ -174,6 +184,6 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
 async def _respond(send: Callable[[Message], Any], status: int, body: bytes) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
+        headers.append((b"www-authenticate", b'Bearer, Basic realm="snapmla", charset="UTF-8"'))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -15,7 +15,7 @@ REMIND_AFTER_S = 10.0
 class StartupTable:
     """Collects the ranks' phases. A phase is printed when every rank has finished it, with its slowest rank."""
 
-    def __init__(self, world_size: int, waiting_for: Callable[[], list[str]]) -> None:
+    def __init__(self, world_size: int, waiting_for: Callable[[], dict[str, list[int]]]) -> None:
         self._world_size, self._waiting_for = world_size, waiting_for
         self._began = time.monotonic()
         self._done: dict[str, dict[int, float]] = {}
@@ -40,8 +40,20 @@ class StartupTable:
         """Say every REMIND_AFTER_S seconds what start-up waits for, until cancelled."""
         while True:
             await asyncio.sleep(REMIND_AFTER_S)
-            for line in self._waiting_for():
-                self._print(f"  waiting for {line}")
+            for phase, ranks in self._waiting_for().items():
+                at = time.monotonic() - self._began
+                self._print(f"  {phase}, {at:.0f}s: waiting for rank{'s' * (len(ranks) > 1)} {_spans(ranks)}")
 
     def _print(self, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
+
+
+def _spans(ranks: list[int]) -> str:
+    """0, 1, 2, 5 as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)

@@ -38,7 +38,7 @@ def add(name: str, max_tokens: int = 5, prompt: tuple[int, ...] = (1, 2, 3)) -> 
 
 
 def submit(client: EngineClient, name: str, max_tokens: int = 5, **options: object) -> Generation:
-    return client.submit(name, [add(name, max_tokens)], max_tokens, **options)[0]  # type: ignore[arg-type]
+    return client.submit(name, [[add(name, max_tokens)]], max_tokens, **options)[0]  # type: ignore[arg-type]
 
 
 async def tokens_of(generation: Generation) -> tuple[list[int], str | None]:
@@ -124,7 +124,7 @@ def test_choices_share_a_replica_and_a_group() -> None:
         async with engine(dp=2) as (client, replicas):
             replicas[0].paused.set()
             replicas[1].paused.set()
-            client.submit("g", [add("g:0", 1000), add("g:1", 1000), add("g:2", 1000)], 1000)
+            client.submit("g", [[add("g-0", 1000), add("g-1", 1000), add("g-2", 1000)]], 1000)
             await eventually(lambda: len(replicas[0].received) + len(replicas[1].received) == 3)
             assert {len(replicas[0].received), len(replicas[1].received)} == {0, 3}
             assert client.abort_group("g") == 3
