@@ -48,9 +48,10 @@ class ChatFormat:
                 )
         return chosen
 
-    def visible_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+    def visible_ids(self, tokenizer: Tokenizer, with_tools: bool) -> frozenset[int]:
         """Special tokens that must reach the parser though the user does not see special tokens."""
-        marks = (*(marks_of(self.tools) if self.tools else ()), *(REASONING_FORMATS[self.reasoning] if self.reasoning else ()))
+        marks: list[str] = [*REASONING_FORMATS[self.reasoning]] if self.reasoning else []
+        marks += marks_of(self.tools) if self.tools and with_tools else ()
         return frozenset(token_id for mark in marks if (token_id := tokenizer.token_id(mark)) is not None)
 
 

@@ -19,7 +19,7 @@ from engine.chat import ChatTemplate
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestRejected
-from engine.executor import build_worker
+from engine.executor import WorkerInfo, build_worker
 from engine.hub import end_token_ids, load_generation_config
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.output import OutputStream, TokenText
@@ -124,22 +124,12 @@ class LLM:
     """
 
     def __init__(self, model: str = "demo", **options: Any) -> None:
-        config = engine_config(model, options)
-        executor, self.info = build_worker(config, ParallelContext.single())
+        self._core, self.info = build_core(engine_config(model, options))
         self.tokenizer = Tokenizer.load(self.info.folder)
         self._chat_template = ChatTemplate.load(self.info.folder)
         self._vocab_size = self.info.model_config.vocab_size
         turn_end = self._chat_template.turn_end(self.tokenizer)
         self._eos_token_ids = end_token_ids(self.info.folder, self.tokenizer, turn_end)
-        scheduler = Scheduler(
-            config.scheduler,
-            BlockManager(self.info.num_blocks, config.prefix_cache),
-            max_model_len=self.info.max_model_len,
-            vocab_size=self._vocab_size,
-            num_speculative_tokens=config.num_speculative_tokens,
-            seed=config.seed,
-        )
-        self._core = EngineCore(scheduler, executor, asynchronous=self.info.asynchronous)
         self._num_requests = 0
 
     # ---- what users call
@@ -319,6 +309,20 @@ class LLM:
             metrics=call.metrics,
             num_cached_tokens=first.num_cached_tokens,
         )
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, WorkerInfo]:
+    """An engine of one rank in this process, and what "auto" became. Raises ConfigError before weights are read."""
+    executor, info = build_worker(config, ParallelContext.single())
+    scheduler = Scheduler(
+        config.scheduler,
+        BlockManager(info.num_blocks, config.prefix_cache),
+        max_model_len=info.max_model_len,
+        vocab_size=info.model_config.vocab_size,
+        num_speculative_tokens=config.num_speculative_tokens,
+        seed=config.seed,
+    )
+    return EngineCore(scheduler, executor, asynchronous=info.asynchronous), info
 
 
 def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:

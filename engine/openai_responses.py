@@ -59,7 +59,7 @@ class Choice:
         if work.kind == "chat":
             forced = None if work.forced_call is None else ForcedCallParser(work.forced_call or None)
             self._parser = ChatParser(model.chat_format, prompt.text or "", work.tools, forced)
-            keep = model.visible_ids
+            keep = model.visible_ids[bool(work.tools)]
         self.stream = OutputStream(
             model.tokenizer, params, prompt.token_ids, keep=keep, tokens_with_text=work.kind != "generate"
         )

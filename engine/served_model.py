@@ -117,7 +117,7 @@ class ServedModel:
         self.end_ids = end_ids
         self.max_model_len = max_model_len
         self.defaults = defaults or GenerationConfig()
-        self.visible_ids = chat_format.visible_ids(tokenizer)
+        self.visible_ids = {with_tools: chat_format.visible_ids(tokenizer, with_tools) for with_tools in (False, True)}
         self.grammars = GrammarCompiler(tokenizer, end_ids)
 
     @classmethod
