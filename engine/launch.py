@@ -26,7 +26,9 @@ from engine.place import LIFELINE, RUN_FOLDER, Place
 
 API_KEY = "SNAPMLA_API_KEY"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-TERMINATE_AFTER_S = 3.0
+AFTER_RANK_0_S = 2.0
+SAME_SIGNAL_S = 1.0  # a terminal's Ctrl-C may arrive twice: from the terminal and from torchrun
+TERMINATE_AFTER_S = 1.0
 _POLL_S = 0.05
 
 
@@ -52,7 +54,6 @@ class Supervisor:
 
     def __init__(self, argv: Sequence[str], world_size: int, server: ServerConfig) -> None:
         self._argv, self._world_size = list(argv), world_size
-        # the front end gets this long to notice a dead rank by itself and to answer its open requests
         self._grace_s = server.heartbeat_s + 2.0
         self._workers: list[subprocess.Popen[bytes]] = []
 
@@ -91,30 +92,28 @@ class Supervisor:
 
     def _watch(self) -> int:
         """Forward signals; when a worker ends, give the others a moment to end by themselves, then make them."""
-        stops = 0
-        deadline: float | None = None
-        status = 0
-        while any(worker.poll() is None for worker in self._workers):
-            received = signal.sigtimedwait(STOP_SIGNALS, _POLL_S)
-            if received is not None:
-                stops += 1
-                if stops > 1:
+        first_signal = deadline = float("inf")
+        running = dict(enumerate(self._workers))
+        while running:
+            if signal.sigtimedwait(STOP_SIGNALS, _POLL_S) is not None:
+                now = time.monotonic()
+                if now - first_signal > SAME_SIGNAL_S:
                     print("second signal: ending at once", file=sys.stderr, flush=True)
                     return 1
+                first_signal = min(first_signal, now)
                 self._workers[0].send_signal(signal.SIGTERM)
-            for rank, worker in enumerate(self._workers):
-                if deadline is None and worker.poll() is not None:
-                    deadline = time.monotonic() + self._grace_s
-                    if worker.returncode:
-                        print(
-                            f"rank {rank} ended with {_status(worker.returncode)}; ending the others",
-                            file=sys.stderr,
-                            flush=True,
-                        )
-                status = status or (1 if worker.returncode else 0)
-            if deadline is not None and time.monotonic() > deadline:
+            for rank, worker in [pair for pair in running.items() if pair[1].poll() is not None]:
+                del running[rank]
+                if worker.returncode and deadline == float("inf"):
+                    print(
+                        f"rank {rank} ended with {_status(worker.returncode)}; ending the others", file=sys.stderr, flush=True
+                    )
+                # the front end notices a dead rank by itself and answers its open requests; with rank 0 it is gone
+                grace = AFTER_RANK_0_S if rank == 0 else self._grace_s
+                deadline = min(deadline, time.monotonic() + grace)
+            if running and time.monotonic() > deadline:
                 return 1
-        return status or int(any(worker.returncode for worker in self._workers))
+        return int(any(worker.returncode for worker in self._workers))
 
     def _kill(self) -> None:
         """SIGTERM, then SIGKILL, to every process of every worker's session."""
