@@ -26,9 +26,10 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, i
         angles = angles.unsqueeze(1)
     cos, sin = angles.chunk(2, dim=-1)
     x = x.float()
-    if interleaved:
-        first, second = x[..., 0::2], x[..., 1::2]
-        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    if interleaved:  # each pair is a complex number, turned by cos + i sin
+        if x.storage_offset() % 2 or any(stride % 2 for stride in x.stride()[:-1]):
+            x = x.contiguous()
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.complex(cos, sin)).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

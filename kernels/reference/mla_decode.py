@@ -58,21 +58,25 @@ def mla_decode(
     b, s, h, c = query.content.shape
     visible = visible_lengths(seq_lens, num_query, s, causal)
     lengths = seq_lens.tolist()
-    out = torch.zeros(b, s, h, c, dtype=out_dtype, device=query.content.device)
-    lse = torch.full((b, s, h), float("-inf"), device=query.content.device)
-    group = max(1, _TOKENS_AT_ONCE // max(1, max(lengths, default=0)))
     attend = _attend_exact if cache.scale is None else _attend_fp8
+    group = max(1, _TOKENS_AT_ONCE // max(1, max(lengths, default=0)))
+    outs, lses = [], []
     for first in range(0, b, group):
         rows = slice(first, first + group)
         longest = max(lengths[rows])
-        if longest == 0:
-            continue
-        padded = -(-longest // p_block) * p_block
-        out[rows], lse[rows] = attend(
-            _rows(query, rows), cache, _blocks(block_table[rows], seq_lens[rows], padded), lengths[rows],
-            visible[rows], softmax_scale, p_block,
-        )  # fmt: skip
-    return out, lse
+        padded = max(1, -(-longest // p_block)) * p_block
+        blocks = _blocks(block_table[rows], seq_lens[rows], padded)
+        out, lse = attend(_rows(query, rows), cache, blocks, seq_lens[rows], visible[rows], softmax_scale, p_block)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        device = query.content.device
+        return torch.zeros(b, s, h, c, dtype=out_dtype, device=device), torch.zeros(b, s, h, device=device)
+    return _joined(outs).to(out_dtype), _joined(lses)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _rows(query: LatentQuery, rows: slice) -> LatentQuery:
@@ -93,28 +97,27 @@ def _gather(part: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return part.index_select(0, blocks.flatten()).view(blocks.shape[0], blocks.shape[1] * BLOCK_SIZE, *part.shape[2:])
 
 
-def _hidden_tokens(visible: torch.Tensor, num_tokens: int, heads: int) -> torch.Tensor:
-    """bool [B, S * H, L], True where a query row must not look."""
-    hidden = torch.arange(num_tokens, device=visible.device) >= visible.unsqueeze(-1)
-    return hidden if heads == 1 else hidden.repeat_interleave(heads, dim=1)
+def _past_the_end(lengths: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """bool [..., L], True from each length on."""
+    return torch.arange(num_tokens, device=lengths.device) >= lengths.unsqueeze(-1)
 
 
 def _attend_exact(
     query: LatentQuery,
     cache: LatentCache,
     blocks: torch.Tensor,
-    lengths: list[int],
+    seq_lens: torch.Tensor,
     visible: torch.Tensor,
     softmax_scale: float,
     p_block: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     b, s, h, c = query.content.shape
     keys, rope = _gather(cache.content, blocks).float(), _gather(cache.rope, blocks).float()
-    for i, length in enumerate(lengths):
-        keys[i, length:] = 0.0  # stale slots may hold NaN, and 0 * NaN would reach the output
+    for i, length in enumerate(seq_lens.tolist()):
+        keys[i, length:].zero_()  # stale slots may hold NaN, and 0 * NaN would reach the output
     scores = torch.bmm(query.rope.flatten(1, 2).float(), rope.transpose(1, 2))
     scores.baddbmm_(query.content.flatten(1, 2).float(), keys.transpose(1, 2)).mul_(softmax_scale)
-    scores.masked_fill_(_hidden_tokens(visible, keys.shape[1], h), float("-inf"))
+    scores.view(b, s, h, -1).masked_fill_(_past_the_end(visible, keys.shape[1]).unsqueeze(2), float("-inf"))
     top = scores.amax(dim=-1, keepdim=True).clamp_min(_LOWEST)
     p = scores.sub_(top).exp_()
     total = p.sum(dim=-1, keepdim=True)
@@ -126,7 +129,7 @@ def _attend_fp8(
     query: LatentQuery,
     cache: LatentCache,
     blocks: torch.Tensor,
-    lengths: list[int],
+    seq_lens: torch.Tensor,
     visible: torch.Tensor,
     softmax_scale: float,
     p_block: int,
@@ -136,15 +139,14 @@ def _attend_fp8(
     # E4M3 codes of the cache stay divided by 256; the query and the output carry the factor.
     keys = e4m3_as_half(_gather(cache.content.view(torch.int8), blocks))
     rope, key_scale = _gather(cache.rope, blocks).float(), _gather(cache.scale, blocks)
-    for i, length in enumerate(lengths):
-        key_scale[i, length:] = 1.0
+    key_scale.masked_fill_(_past_the_end(seq_lens, keys.shape[1]), 1.0)
     content = e4m3_as_half(query.content.flatten(1, 2)).mul_(E4M3_AS_HALF * E4M3_AS_HALF)
     scores = torch.bmm(query.rope.flatten(1, 2).float(), rope.transpose(1, 2))
     scores.baddbmm_(content, keys.transpose(1, 2))
 
     row_scale = query.scale.flatten(1, 2).unsqueeze(-1) * (softmax_scale / _LN2)
     y = scores.mul_(key_scale.unsqueeze(1)).mul_(row_scale).add_(key_scale.log2().unsqueeze(1))
-    y.masked_fill_(_hidden_tokens(visible, keys.shape[1], h), float("-inf"))
+    y.view(b, s, h, -1).masked_fill_(_past_the_end(visible, keys.shape[1]).unsqueeze(2), float("-inf"))
     y = y.unflatten(-1, (-1, p_block))
     block_top = y.amax(dim=-1, keepdim=True).clamp_min(_LOWEST)
     top = block_top.amax(dim=-2, keepdim=True)

@@ -60,26 +60,13 @@ def grouped_mlp(
 
 def _mlp_of_slices(x: torch.Tensor, counts: list[int], gate_up: Weight, down: Weight) -> torch.Tensor:
     """Expert e's MLP of its `counts[e]` consecutive rows of x."""
-    hit = [(e, rows) for e, rows in enumerate(counts) if rows]
-    if isinstance(gate_up, BlockScaledWeight) or isinstance(down, BlockScaledWeight):
-        slices = x.split([rows for _, rows in hit])
-        return torch.cat([_expert_mlp(rows, gate_up, down, e) for (e, _), rows in zip(hit, slices)]) if hit else x
-    hidden = x.new_empty(x.shape[0], gate_up.shape[1])
-    start = 0
-    for e, rows in hit:
-        torch.mm(x[start : start + rows], gate_up[e].t(), out=hidden[start : start + rows])
-        start += rows
-    hidden = silu_and_mul(hidden)
-    out = x.new_empty(x.shape[0], down.shape[1])
-    start = 0
-    for e, rows in hit:
-        torch.mm(hidden[start : start + rows], down[e].t(), out=out[start : start + rows])
-        start += rows
-    return out
-
-
-def _expert_mlp(x: torch.Tensor, gate_up: Weight, down: Weight, e: int) -> torch.Tensor:
-    return linear(silu_and_mul(linear(x, _expert(gate_up, e))), _expert(down, e))
+    hit = [e for e, rows in enumerate(counts) if rows]
+    if not hit:
+        return x
+    slices = x.split([counts[e] for e in hit])
+    hidden = silu_and_mul(torch.cat([linear(rows, _expert(gate_up, e)) for e, rows in zip(hit, slices)]))
+    slices = hidden.split([counts[e] for e in hit])
+    return torch.cat([linear(rows, _expert(down, e)) for e, rows in zip(hit, slices)])
 
 
 def _expert(weight: Weight, e: int) -> Weight:
