@@ -73,7 +73,7 @@ class Leader:
                 self._handle(message)
             if self._stopping:
                 self._executor.request_stop()
-            if self._core.has_work or self._lockstep:
+            if not self._executor.agreement.stop and (self._core.has_work or self._lockstep):
                 self._send(self._core.step())
             if self._executor.agreement.stop:
                 self._send([*self._core.abort_all()])
