@@ -112,7 +112,7 @@ def main() -> None:
             bench.case("ragged", ragged, heads)
         bench.case("32k invariant", [32768] * 32, 128, invariant=True)
         lens = torch.tensor(ragged, dtype=torch.int32, device="cuda")
-        plan = steady([lambda f=fmt: ops.plan_decode(lens, query_len=1, num_heads=128, fmt=CacheFormat(f))] * 16)
+        plan = steady([lambda n=lens, f=fmt: ops.plan_decode(n, query_len=1, num_heads=128, fmt=CacheFormat(f))] * 16)
         print(f"plan of the ragged batch {plan.us:.1f} us", flush=True)
         log.write(case="plan, ragged", format=fmt, us=plan.us)
         del bench

@@ -14,6 +14,7 @@ from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
 
 TILE_ROWS = 64
 MAX_GROUP = 7  # tiles that walk the same keys at the same time; above it, groups of four
+COMBINE_WARPS = 16  # WARPS of csrc/mla_decode/combine.cu
 INVARIANT_SPLITS = 8  # INVARIANT_SPLITS of csrc/mla_decode/plan.cu
 _HEADER = 8  # ints before the group starts of the work list, WorkLayout::starts()
 
@@ -54,7 +55,7 @@ class PagedReadArgs(ctypes.Structure):
 class _CombineArgs(ctypes.Structure):
     _fields_ = (
         ("work", c_void_p), ("layout", _WorkLayout), ("group", c_int), ("rows", c_int), ("out_fp32", c_int),
-        ("partial_out", c_void_p), ("partial_lse", c_void_p), ("out", c_void_p), ("lse", c_void_p),
+        ("warps_per_row", c_int), ("partial_out", c_void_p), ("partial_lse", c_void_p), ("out", c_void_p), ("lse", c_void_p),
     )  # fmt: skip
 
 
@@ -150,19 +151,23 @@ def mla_decode(
     args.out_fp32, args.causal = int(out_dtype is torch.float32), int(causal)
     args.softmax_scale_log2 = softmax_scale * math.log2(math.e)
     combine = _CombineArgs(
-        plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32,
+        plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32, _warps_per_row(b * s * h, plan.batch_invariant),
         plan.partial_out.data_ptr(), plan.partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     module, name = ("decode_fp8", "mla_decode_fp8") if fp8 else ("decode_bf16", "mla_decode_bf16")
     with torch.cuda.device(device):
         binding.kernel(module, name, device.index).launch(g.groups * g.group, 512, args, overlap=True)
-        sms = binding.sm_count(device.index)
-        rows = b * s * h
-        # Few rows have many splits each, so more threads share a row. Batch-invariant: one order of additions for all.
-        threads = 128 if plan.batch_invariant or rows > 4 * sms else 512
-        grid = min(g.max_items * g.group * TILE_ROWS, 16 * 128 // threads * sms)
-        binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, threads, combine, overlap=True)
+        per_cta = COMBINE_WARPS // combine.warps_per_row
+        grid = min(-(-g.max_items * g.group * TILE_ROWS // per_cta), 2 * binding.sm_count(device.index))
+        binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, 32 * COMBINE_WARPS, combine, overlap=True)
     return out, lse
+
+
+def _warps_per_row(rows: int, invariant: bool) -> int:
+    """Few rows have many splits each, so more warps share one. Batch-invariant: one order of additions for all."""
+    if invariant or rows > 1024:
+        return 1
+    return 16 if rows <= 256 else 4
 
 
 def _check(

@@ -16,6 +16,16 @@ DEVICE void mbar_expect_tx(uint32_t bar, int bytes) {
 DEVICE void mbar_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// One lane (`speaks`) arrives once `a` and `b`, results of its warp's shared-memory reads, are there. A plain arrive may
+// overtake reads still in flight: ptxas issues it right behind an ldmatrix, and whoever waits may then overwrite what has
+// not been read yet (seen: wrong V fragments). One of the two arrives executes; which one depends on the data.
+DEVICE void mbar_arrive_after(bool speaks, uint32_t bar, uint32_t a, uint32_t b) {
+  asm volatile(
+      "{\n.reg .pred l, p, q;\nsetp.ne.u32 l, %3, 0;\nsetp.ne.u32 q, %1, 0;\nsetp.ne.xor.u32 q, %2, 0, q;\n"
+      "and.pred p, l, q;\nnot.pred q, q;\nand.pred q, l, q;\n"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%0];\n@q mbarrier.arrive.shared::cta.b64 _, [%0];\n}\n" ::"r"(bar),
+      "r"(a), "r"(b), "r"((int)speaks) : "memory");
+}
 // Default scope on purpose: with .acquire.cluster every wait would also invalidate L1.
 DEVICE void mbar_wait(uint32_t bar, int parity) {
   asm volatile(
@@ -39,6 +49,11 @@ DEVICE void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
                "r"(bytes), "r"(bar) : "memory");
 }
 DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// 16 bytes to shared memory without a register; zeros when `valid` is false (the source is not read then).
+DEVICE void copy16_async(uint32_t dst, const void* src, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
+}
+DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Makes this thread's ordinary shared-memory stores visible to wgmma and TMA.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -56,6 +71,11 @@ DEVICE void sts_u32x4(uint32_t addr, uint4 v) {
 DEVICE uint32_t lds_u32(uint32_t addr) {
   uint32_t v;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
+  return v;
+}
+DEVICE int4 lds_s32x4(uint32_t addr) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(addr) : "memory");
   return v;
 }
 DEVICE float lds_f32(uint32_t addr) {

@@ -3,7 +3,7 @@
 //
 // Four warpgroups:
 //   WG0  warp 0 fetches pages by TMA; warp 1 makes per-token tables and clears the tail of a sequence's last block;
-//        warp 2 keeps each row's reference exponent and sum
+//        warp 2 keeps each row's reference exponent and sum; warp 3 fetches the next tile's query
 //   WG1  S = Q K^T for 128 tokens (RoPE last), row maximum, exponentials, P as e4m3 to shared memory
 //   WG2, WG3  O^T = V^T P^T, 256 latent dims each. V^T comes from the K tile by ldmatrix.trans and byte splits: no
 //        transposed copy exists. Each 64-dim slab accumulates 128 tokens in T, then O += beta * T in FP32 registers,
@@ -29,40 +29,46 @@
 static_assert(24 + QK_REGS + 2 * PV_REGS <= 512, "more registers than the SM has");
 
 // ---- sizes ---------------------------------------------------------------------------------------
-constexpr int STAGES = 2;          // blocks in shared memory
-constexpr int SLOTS = 2 * STAGES;  // pages in shared memory
-constexpr int PAGE_BYTES = PAGE * (DIM + 2 * ROPE + 4);
+constexpr int STAGES = 2;  // blocks in shared memory
+// A block arrives and is freed in two parts, so that the next one's first half is on its way while PV still reads the
+// second: part 0 is chunks 0 and 2 (the first 128 dims of either PV warpgroup), part 1 chunks 1 and 3, RoPE and scales.
+constexpr int PART_BYTES[2] = {2 * PAGE * 128, 2 * PAGE * 128 + PAGE * 2 * ROPE + PAGE * 4};  // of a page
 constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
 
 // Shared memory, byte offsets. Content of a block: four chunks of 128 dims, each [128 tokens][128 B], SWIZZLE_128B
 // (16-byte unit index XOR token & 7). Rope: [128 tokens][128 B], same swizzle. Q alike. P: [64 rows][128 B], same.
 constexpr int CHUNK = BLOCK * 128, K_ROPE = 4 * CHUNK, STAGE_BYTES = K_ROPE + CHUNK;
 constexpr int O_Q = STAGES * STAGE_BYTES, O_QR = O_Q + ROWS * DIM, O_P = O_QR + ROWS * 128;
-constexpr int O_SCALE = O_P + 2 * ROWS * BLOCK;      // [slot][64] s_k as fetched
-constexpr int O_TAB = O_SCALE + SLOTS * PAGE * 4;    // [slot][32 token pairs] {s, s', log2 s, log2 s'}
-constexpr int O_INV = O_TAB + SLOTS * PAGE * 8;      // [slot][4 groups of 16][4 threads] 1/s of the four tokens it owns
-constexpr int O_MAX = O_INV + SLOTS * PAGE * 4;      // [2][64] r: row maximum of the block, log2
+constexpr int O_SCALE = O_P + 2 * ROWS * BLOCK;      // [page][64] s_k as fetched
+constexpr int O_TAB = O_SCALE + STAGES * BLOCK * 4;  // [page][32 token pairs] {s, s', log2 s, log2 s'}
+constexpr int O_INV = O_TAB + STAGES * BLOCK * 8;    // [page][4 groups of 16][4 threads] 1/s of the four tokens it owns
+constexpr int O_MAX = O_INV + STAGES * BLOCK * 4;    // [2][64] r: row maximum of the block, log2
 constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][64][4] row sums of the block, one a quad lane
 constexpr int O_BETA = O_SUM + 2 * ROWS * 16;        // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
 constexpr int O_ALPHA = O_BETA + 2 * ROWS * 2;       // [2][64] f32
 constexpr int O_FLAG = O_ALPHA + 2 * ROWS * 4;       // [2] does any row of the block change R
 constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows without a visible token
-constexpr int O_BAR = O_INVL + ROWS * 4;
-constexpr int SMEM_BYTES = O_BAR + 8 * (6 * STAGES + SLOTS + 2);
+constexpr int O_ROW = O_INVL + ROWS * 4;             // [2][64] {q_scale * softmax scale * log2(e), visible tokens}
+constexpr int O_TILE = O_ROW + 2 * ROWS * 8;         // [2] {first token, blocks, tokens every live row sees}
+constexpr int O_BAR = O_TILE + 2 * 16;
+constexpr int SMEM_BYTES = O_BAR + 8 * (9 * STAGES + 4);
+static_assert(SMEM_BYTES <= 232448, "shared memory of a Hopper SM");
 extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
 
 struct Smem {
   uint32_t base;
   DEVICE uint32_t bar(int i) const { return base + O_BAR + 8 * i; }
-  DEVICE uint32_t full(int b) const { return bar(b); }                  // block landed: two pages' arrivals + bytes
-  DEVICE uint32_t table(int b) const { return bar(STAGES + b); }        // its scale tables ready, its tail cleared
-  DEVICE uint32_t maxima(int b) const { return bar(2 * STAGES + b); }   // row maxima of the block written
-  DEVICE uint32_t factors(int b) const { return bar(3 * STAGES + b); }  // alpha and beta of the block written
-  DEVICE uint32_t p_full(int b) const { return bar(4 * STAGES + b); }   // P and row sums of the block written
-  DEVICE uint32_t p_empty(int b) const { return bar(5 * STAGES + b); }  // both PV warpgroups are done with all of these
-  DEVICE uint32_t empty(int slot) const { return bar(6 * STAGES + slot); }  // both hold this page's V in registers
-  DEVICE uint32_t sums_full() const { return bar(6 * STAGES + SLOTS); }       // 1 / l of the tile written
-  DEVICE uint32_t sums_empty() const { return bar(6 * STAGES + SLOTS + 1); }  // both PV warpgroups have read it
+  DEVICE uint32_t landed(int b, int part) const { return bar(part * STAGES + b); }      // part of a block arrived
+  DEVICE uint32_t freed(int b, int part) const { return bar((2 + part) * STAGES + b); }  // both PV warpgroups hold its V
+  DEVICE uint32_t table(int b) const { return bar(4 * STAGES + b); }    // scale tables ready, tail cleared
+  DEVICE uint32_t maxima(int b) const { return bar(5 * STAGES + b); }   // row maxima of the block written
+  DEVICE uint32_t factors(int b) const { return bar(6 * STAGES + b); }  // alpha and beta of the block written
+  DEVICE uint32_t p_full(int b) const { return bar(7 * STAGES + b); }   // P and row sums of the block written
+  DEVICE uint32_t p_empty(int b) const { return bar(8 * STAGES + b); }  // both PV warpgroups are done with all of these
+  DEVICE uint32_t q_full() const { return bar(9 * STAGES); }            // query and row constants of a tile are there
+  DEVICE uint32_t q_empty() const { return bar(9 * STAGES + 1); }       // QK has read the query for the last time
+  DEVICE uint32_t sums_full() const { return bar(9 * STAGES + 2); }     // 1 / l of the tile written
+  DEVICE uint32_t sums_empty() const { return bar(9 * STAGES + 3); }    // both PV warpgroups have read it
 };
 
 // The pieces of this CTA's group, and its tile within a group.
@@ -80,27 +86,32 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
   prefetch_map(&a.content);
   prefetch_map(&a.rope);
   const Range range(a);
-  int n = 0;  // pages so far
+  int n = 0;  // blocks so far
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
     PageReader reader(a, t, lane);
-    for (int i = 0; i < 2 * t.blocks; i++, n++) {
-      const int slot = n % SLOTS, b = slot >> 1, half = slot & 1;
-      const int page = reader.get(a, i, lane);
-      mbar_wait(sm.empty(slot), ((n / SLOTS) & 1) ^ 1);
-      if (lane == 0) {
-        const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128, bar = sm.full(b);
-        if (i < reader.pages) {
-          mbar_expect_tx(bar, PAGE_BYTES);
+    for (int j = 0; j < t.blocks; j++, n++) {
+      const int b = n & 1, first = reader.get(a, 2 * j, lane), second = reader.get(a, 2 * j + 1, lane);
+      const int pages = 2 * j + 1 < reader.pages ? 2 : 1;  // the block's second half may lie past the sequence
 #pragma unroll
-          for (int c = 0; c < 4; c++) tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, page);
-          tma_3d(dst + K_ROPE, &a.rope, bar, 0, 0, page);
-          bulk_copy(sm.base + O_SCALE + slot * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
-        } else {
-          mbar_arrive(bar);  // the block's second half lies past the sequence
+      for (int part = 0; part < 2; part++) {
+        const uint32_t bar = sm.landed(b, part);
+        mbar_wait(sm.freed(b, part), ((n >> 1) & 1) ^ 1);
+        if (lane == 0) {
+          mbar_expect_tx(bar, pages * PART_BYTES[part]);
+          for (int half = 0; half < pages; half++) {
+            const int page = half ? second : first;
+            const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128;
+            tma_4d(dst + part * CHUNK, &a.content, bar, 0, 0, part, page);
+            tma_4d(dst + (part + 2) * CHUNK, &a.content, bar, 0, 0, part + 2, page);
+            if (part) {
+              tma_3d(dst + K_ROPE, &a.rope, bar, 0, 0, page);
+              bulk_copy(sm.base + O_SCALE + (2 * b + half) * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
+            }
+          }
         }
+        __syncwarp();
       }
-      __syncwarp();
     }
   }
 }
@@ -114,8 +125,9 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
     for (int j = 0; j < t.blocks; j++, n++) {
-      const int b = n % STAGES, valid = t.len - (t.begin + j) * BLOCK;
-      mbar_wait(sm.full(b), (n / STAGES) & 1);
+      const int b = n & 1, valid = t.len - (t.begin + j) * BLOCK;
+      mbar_wait(sm.landed(b, 0), (n >> 1) & 1);
+      mbar_wait(sm.landed(b, 1), (n >> 1) & 1);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int slot = 2 * b + half, token = half * PAGE + 2 * lane;
@@ -152,8 +164,8 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
     const Tile t(a, piece, range.rank);
     float R[2] = {NEG, NEG}, l[2] = {0.f, 0.f}, x[2] = {0.f, 0.f};
     for (int j = 0; j < t.blocks; j++, n++) {
-      const int b = n % STAGES;
-      mbar_wait(sm.maxima(b), (n / STAGES) & 1);
+      const int b = n & 1;
+      mbar_wait(sm.maxima(b), (n >> 1) & 1);
       bool up[2];
       float alpha[2], beta[2], rounded[2];
 #pragma unroll
@@ -172,7 +184,7 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
       if (lane == 0) sts32(sm.base + O_FLAG + b * 4, any);
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.factors(b));
-      mbar_wait(sm.p_full(b), (n / STAGES) & 1);
+      mbar_wait(sm.p_full(b), (n >> 1) & 1);
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         const float4 part = lds_f32x4(sm.base + O_SUM + b * ROWS * 16 + (lane + 32 * h) * 16);
@@ -193,64 +205,77 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
   }
 }
 
-// ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
-// Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
-// accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
-DEVICE void load_query(const DecodeArgs& a, Smem sm, const Tile& t, int thread) {
-  forget(thread);  // or its 20 addresses would live, spilled, through the main loop
-  const uint4* content = (const uint4*)a.q + t.global_row(a, 0) * (DIM / 16);
-  const uint4* rope = (const uint4*)a.q_rope + t.global_row(a, 0) * (ROPE / 8);
-  const uint4 zero = make_uint4(0, 0, 0, 0);
+// ---- WG0 warp 3: the query of each tile, as soon as QK has read the last one's for the last time -----------
+DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
+  const Range range(a);
+  int tiles = 0;
+  for (int piece = range.first; piece <= range.last; piece++) {
+    const bool end = piece == range.last;
+    const Tile t(a, end ? range.first : piece, range.rank);
+    if (t.blocks == 0 && !end) continue;
+    const uint32_t rows = sm.base + O_ROW + (tiles & 1) * ROWS * 8, info = sm.base + O_TILE + (tiles & 1) * 16;
+    mbar_wait(sm.q_empty(), (tiles++ & 1) ^ 1);
+    if (!end) {
+      const uint8_t* content = (const uint8_t*)a.q + t.global_row(a, 0) * DIM + lane * 16;
+      for (int r = 0; r < ROWS; r++) {
+        const uint32_t dst = sm.base + O_Q + (lane >> 3) * ROWS * 128 + r * 128 + (((lane & 7) ^ (r & 7)) << 4);
+        copy16_async(dst, r < t.rows ? content + r * DIM : content, r < t.rows);
+      }
+      const uint8_t* rope = (const uint8_t*)(a.q_rope + t.global_row(a, 0) * ROPE) + (lane & 7) * 16;
+      for (int r = lane >> 3; r < ROWS; r += 4)
+        copy16_async(sm.base + O_QR + r * 128 + (((lane & 7) ^ (r & 7)) << 4), r < t.rows ? rope + r * 2 * ROPE : rope, r < t.rows);
 #pragma unroll
-  for (int part = 0; part < 2; part++) {
-    uint4 v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int at = (part * 8 + i) * 128 + thread;
-      v[i] = at / 32 < t.rows ? content[at] : zero;
+      for (int h = 0; h < 2; h++) {
+        const int r = lane + 32 * h;
+        const float c = r < t.rows ? a.q_scale[t.global_row(a, r)] * a.softmax_scale_log2 : 0.f;
+        sts_f32x2(rows + r * 8, make_float2(c, __int_as_float(t.limit(a, r))));
+      }
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int at = (part * 8 + i) * 128 + thread, r = at >> 5, c = at & 31;
-      sts_u32x4(sm.base + O_Q + (c >> 3) * ROWS * 128 + r * 128 + (((c & 7) ^ (r & 7)) << 4), v[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int at = i * 128 + thread, r = at >> 3, c = at & 7;
-    sts_u32x4(sm.base + O_QR + r * 128 + ((c ^ (r & 7)) << 4), r < t.rows ? rope[at] : zero);
+    if (lane == 0) sts_u32x4(info, make_uint4(t.begin * BLOCK, end ? 0 : t.blocks, t.common_limit(a), 0));
+    copy_async_wait();
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(sm.q_full());
   }
 }
 
+// ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
+// Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
+// accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
 DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
   const int g = lane >> 2, q = lane & 3, r0 = 16 * w + g;
   const uint64_t dq = desc_sw128(sm.base + O_Q), dqr = desc_sw128(sm.base + O_QR);
-  const Range range(a);
   int n = 0;
 #pragma unroll 1
-  for (int piece = range.first; piece < range.last; piece++) {
-    const Tile t(a, piece, range.rank);
-    if (t.blocks == 0) continue;
-    const float c0 = r0 < t.rows ? a.q_scale[t.global_row(a, r0)] * a.softmax_scale_log2 : 0.f;
-    const float c1 = r0 + 8 < t.rows ? a.q_scale[t.global_row(a, r0 + 8)] * a.softmax_scale_log2 : 0.f;
-    named_barrier(1, 128);  // every warp's QK of the previous tile has retired
-    load_query(a, sm, t, w * 32 + lane);
-    fence_async_proxy();
-    named_barrier(1, 128);
-    const int common = t.common_limit(a);
+  for (int tiles = 0;; tiles++) {
+    mbar_wait(sm.q_full(), tiles & 1);
+    const uint32_t rows = sm.base + O_ROW + (tiles & 1) * ROWS * 8 + r0 * 8;
+    const int4 tile = lds_s32x4(sm.base + O_TILE + (tiles & 1) * 16);
+    if (tile.y == 0) break;
+    const float c0 = lds_f32(rows), c1 = lds_f32(rows + 8 * 8);
+    const int last = tile.x + tile.y * BLOCK;
     float fixed0 = 0.f, fixed1 = 0.f;
 #pragma unroll 1
-    for (int j = 0; j < t.blocks; j++, n++) {
+    for (int base = tile.x; base < last; base += BLOCK, n++) {
       const int b = n & 1, parity = (n >> 1) & 1;
       float S[64];
-      mbar_wait(sm.full(b), parity);
       {
         const uint64_t dk = desc_sw128(sm.base + b * STAGE_BYTES);
+        mbar_wait(sm.landed(b, 0), parity);
         wgmma_fence();
-        wgmma_fp8_ss_n128_zero(S, dq, dk);
 #pragma unroll
-        for (int k = 1; k < 16; k++)
-          wgmma_fp8_ss_n128(S, dq + (k >> 2) * (ROWS * 128 >> 4) + (k & 3) * 2, dk + (k >> 2) * (CHUNK >> 4) + (k & 3) * 2);
+        for (int part = 0; part < 2; part++) {
+          if (part) mbar_wait(sm.landed(b, 1), parity);
+#pragma unroll
+          for (int k = 0; k < 8; k++) {
+            const int chunk = part + (k >> 2) * 2;
+            const uint64_t da = dq + chunk * (ROWS * 128 >> 4) + (k & 3) * 2, db = dk + chunk * (CHUNK >> 4) + (k & 3) * 2;
+            if (part == 0 && k == 0)
+              wgmma_fp8_ss_n128_zero(S, da, db);
+            else
+              wgmma_fp8_ss_n128(S, da, db);
+          }
+        }
         // Rope last, always: the FP8 tensor core keeps 13 bits below the largest term, accumulator included.
 #pragma unroll
         for (int k = 0; k < 4; k++) wgmma_bf16_ss_n128(S, dqr + k * 2, dk + (K_ROPE >> 4) + k * 2);
@@ -267,9 +292,9 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       for (int i = 0; i < AHEAD; i++) k[i] = lds_f32x4(tab + i * 64);
       wgmma_wait<0>();
       pin(S);
-      const int base = (t.begin + j) * BLOCK;
-      if (base + BLOCK > common) {
-        const int limit0 = t.limit(a, r0) - base - 2 * q, limit1 = t.limit(a, r0 + 8) - base - 2 * q;
+      if (base + BLOCK == last && lane == 0) mbar_arrive(sm.q_empty());
+      if (base + BLOCK > tile.z) {
+        const int limit0 = lds_u32(rows + 4) - base - 2 * q, limit1 = lds_u32(rows + 8 * 8 + 4) - base - 2 * q;
 #pragma unroll
         for (int i = 0; i < 16; i++) {
           if (8 * i >= limit0) S[4 * i] = -INFINITY_F;
@@ -298,7 +323,7 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 2)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 2));
 
       if (!PROMOTE_EVERY_BLOCK) {  // one scale of P for all blocks, two bits above the first one's maximum
-        if (j == 0) fixed0 = r0m + 2.f, fixed1 = r1m + 2.f;
+        if (base == tile.x) fixed0 = r0m + 2.f, fixed1 = r1m + 2.f;
         r0m = fixed0, r1m = fixed1;
       }
       // The maxima go out ahead of P: warp 2 of WG0 turns them into factors meanwhile.
@@ -416,10 +441,8 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         }
       }
       mbar_wait(sm.p_full(b), parity);
-      auto release = [&](int page) {
-        __syncwarp();
-        if ((threadIdx.x & 31) == 0) mbar_arrive(sm.empty(2 * b + page));
-      };
+      // Frees a part of the block: its last fragments sit in registers. A warp reads as one, so one lane speaks for it.
+      auto release = [&](int part) { mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]); };
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         float fresh[32];
@@ -434,11 +457,11 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         wgmma_fp8_rs_n64(T, A[2], dp + 4);
         wgmma_fp8_rs_n64(T, A[3], dp + 6);
         wgmma_commit();
+        if (s & 1) release(s >> 1);
         if (s < 3) {
           wgmma_wait<1>();  // A[0], A[1] are free
           ldmatrix_x4_trans(A[0], vt(s + 1, 0)), ldmatrix_x4_trans(A[1], vt(s + 1, 1));
           split_vt(A[0]), split_vt(A[1]);
-          if (s == 2) release(0);
         }
         wgmma_wait<0>();
         pin(T);
@@ -446,7 +469,6 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         if (PROMOTE_EVERY_BLOCK) promote(O[s], T, be);
         pin(O[s]);
         if (s < 3) split_vt(A[2]), split_vt(A[3]);
-        if (s == 2) release(1);
       }
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
@@ -464,11 +486,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0), w = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int b = 0; b < STAGES; b++) {
-      mbar_init(sm.full(b), 2), mbar_init(sm.table(b), 1), mbar_init(sm.factors(b), 1);
-      mbar_init(sm.maxima(b), 4), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
+      mbar_init(sm.landed(b, 0), 1), mbar_init(sm.landed(b, 1), 1), mbar_init(sm.freed(b, 0), 8), mbar_init(sm.freed(b, 1), 8);
+      mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4), mbar_init(sm.factors(b), 1);
+      mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
     }
-    for (int i = 0; i < SLOTS; i++) mbar_init(sm.empty(i), 8);
-    mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
+    mbar_init(sm.q_full(), 1), mbar_init(sm.q_empty(), 4), mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
     mbar_init_fence();
   }
   __syncthreads();
@@ -479,6 +501,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
     if (w == 0) produce(a, sm, lane);
     if (w == 1) make_tables(a, sm, lane);
     if (w == 2) track_rows(a, sm, lane);
+    if (w == 3) fetch_query(a, sm, lane);
   } else if (wg == 1) {
     setmaxnreg_dec<QK_REGS>();
     qk_softmax(a, sm, w, lane);
