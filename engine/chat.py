@@ -191,6 +191,11 @@ def _normal_message(message: Message, index: int, arguments_as_object: bool) -> 
         if role == "assistant":
             raise RequestRejected(f"{at}: an assistant message needs content or tool_calls", param="messages")
         raise RequestRejected(f"{at}: content is missing", param="messages")
+    for name in ("name", "tool_call_id", "reasoning_content", "reasoning"):
+        if name in given and not isinstance(given[name], str):
+            raise RequestRejected(f"{at}: {name} must be a string", param="messages")
+    if not isinstance(given.get("tool_calls", []), list):
+        raise RequestRejected(f"{at}: tool_calls must be a list", param="messages")
     normal: Message = {**given, "role": role, "content": _text_content(given.get("content"), at)}
     if reasoning := given.get("reasoning_content", given.get("reasoning")):
         normal |= {"reasoning_content": reasoning, "reasoning": reasoning}
