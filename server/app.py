@@ -127,15 +127,15 @@ def create_app(serving: Serving, config: ServerConfig, access_log: AccessLog) ->
 def _add_generation(app: FastAPI, serving: Serving) -> None:
     model = serving.model
 
-    @app.post("/v1/completions", **_takes(CompletionRequest))
+    @app.post("/v1/completions", **_takes(CompletionRequest, streams=True))
     async def completions(request: Request) -> Response:
         return await serving.respond(request, CompletionRequest, model.completion)
 
-    @app.post("/v1/chat/completions", **_takes(ChatCompletionRequest))
+    @app.post("/v1/chat/completions", **_takes(ChatCompletionRequest, streams=True))
     async def chat_completions(request: Request) -> Response:
         return await serving.respond(request, ChatCompletionRequest, model.chat)
 
-    @app.post("/generate", **_takes(GenerateRequest))
+    @app.post("/generate", **_takes(GenerateRequest, streams=True))
     async def generate(request: Request) -> Response:
         return await serving.respond(request, GenerateRequest, model.generate)
 
@@ -188,11 +188,13 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(BodyTooLarge, too_large)
 
 
-def _takes(kind: type[BaseModel]) -> dict[str, Any]:
+def _takes(kind: type[BaseModel], streams: bool = False) -> dict[str, Any]:
     """Route options that describe a JSON body; it is parsed by `parse_request`, whose messages name the fix."""
     schema = {"$ref": f"#/components/schemas/{kind.__name__}"}
     body = {"required": True, "content": {"application/json": {"schema": schema}}}
-    return {"responses": _ERRORS, "openapi_extra": {"requestBody": body}}
+    answers: dict[str, Any] = {"application/json": {}} | ({"text/event-stream": {}} if streams else {})
+    responses = {200: {"description": "the answer", "content": answers}, **_ERRORS}
+    return {"responses": responses, "openapi_extra": {"requestBody": body}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
