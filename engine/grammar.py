@@ -21,6 +21,8 @@ from engine.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 65536
 MAX_CHOICES = 1024
+# Between JSON tokens: a space, or a line break with its indentation. Unlimited white space is where weak models get lost.
+JSON_SPACE = r"\x20|\x0A[\x20\x09]{0,32}"
 # About a quarter of llguidance's own limits: tens of milliseconds to compile, a few per mask.
 _LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=250_000,
@@ -38,7 +40,7 @@ def json_grammar(schema: dict[str, Any] | bool | None, param: str) -> str:
     try:
         text = json.dumps(schema)
         _check_size(text, param)
-        return llguidance.LLMatcher.grammar_from_json_schema(text)
+        return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": JSON_SPACE})
     except (ValueError, RecursionError) as error:
         raise RequestRejected(f"{param}: is no JSON schema: {error}", param=param) from error
 

@@ -76,6 +76,16 @@ def test_any_path_through_the_masks_fits(seed: int) -> None:
     assert sample(lark_grammar('start: "a" ("b" | "c") "d"', "g"), seed) in ("abd", "acd")
 
 
+def test_white_space_in_json_is_limited() -> None:
+    """Published models' layouts pass; a run of line breaks without end does not."""
+    grammar = json_grammar({"type": "array", "items": {"type": "integer"}}, "s")
+    for text in ("[1,2]", "[1, 2]", "[\n  1,\n\t2\n]"):
+        matcher = COMPILER.matcher(grammar)
+        assert matcher.accept(TOKENIZER.encode(text, add_special_tokens=False)) and matcher.is_complete
+    matcher = COMPILER.matcher(grammar)
+    assert not matcher.accept(TOKENIZER.encode("[" + "\n" * 3, add_special_tokens=False))
+
+
 def test_control_tokens_cannot_be_sampled_as_text() -> None:
     matcher = COMPILER.matcher(regex_grammar(r"(.|\n)*", "r"))
     assert not (set(allowed(matcher)) - {END}) & set(TOKENIZER.control_tokens.values())
