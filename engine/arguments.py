@@ -45,6 +45,7 @@ HELP = {
     "max_queued_requests": "waiting requests of a replica beyond which new ones get 503 (0: no limit)",
     "policy": "order of waiting requests",
     "max_skips": "how often a waiting request may be overtaken by smaller ones that fit",
+    "speculative_max_batch": "no drafts while more sequences than this run at once (0: always draft)",
     "host": "address to listen on",
     "port": "port to listen on (0: a free one, printed)",
     "api_keys": "key that clients must send as a bearer token; may be given several times; also read from SNAPMLA_API_KEY",

@@ -42,7 +42,8 @@ class SchedulerConfig:
     """max_num_batched_tokens: query tokens of one step; max_num_seqs: sequences that hold rows at once;
     prefill_chunk: most prompt tokens one sequence may spend in a step (0: the whole budget);
     max_queued_requests: waiting requests beyond which new ones are refused (0: no limit); policy: fcfs or priority;
-    max_skips: how often a waiting request may be overtaken by later ones that fit, before it blocks them."""
+    max_skips: how often a waiting request may be overtaken by later ones that fit, before it blocks them;
+    speculative_max_batch: no drafts are made while more sequences than this run at once (0: always draft)."""
 
     max_num_batched_tokens: int = 8192
     max_num_seqs: int = 256
@@ -50,6 +51,7 @@ class SchedulerConfig:
     max_queued_requests: int = 4096
     policy: str = "fcfs"
     max_skips: int = 64
+    speculative_max_batch: int = 0
 
     def __post_init__(self) -> None:
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -57,6 +59,7 @@ class SchedulerConfig:
         _at_least("prefill_chunk", self.prefill_chunk, 0)
         _at_least("max_queued_requests", self.max_queued_requests, 0)
         _at_least("max_skips", self.max_skips, 0)
+        _at_least("speculative_max_batch", self.speculative_max_batch, 0)
         _choice("policy", self.policy, ("fcfs", "priority"))
 
 

@@ -76,10 +76,10 @@ class Executor:
             self._runner.run(plan)
 
     def _agree(self, plan: StepPlan) -> Agreement:
-        mine = [plan.num_tokens, not plan.prefills, not plan.is_empty, self._stop]
-        rows, decode_only, any_work, stop = zip(*self._parallel.leaders_all_gather([int(value) for value in mine]))
+        mine = [plan.num_lines, not plan.prefills, not plan.is_empty, self._stop, plan.draft_depth]
+        rows, decode_only, any_work, stop, depth = zip(*self._parallel.leaders_all_gather([int(value) for value in mine]))
         # Once anybody stops nothing is run any more: the ranks that stop would be missing in its collectives.
-        return Agreement(max(rows), all(decode_only), any(any_work) and not any(stop), any(stop))
+        return Agreement(max(rows), all(decode_only), any(any_work) and not any(stop), any(stop), max(depth))
 
     def _tell_followers(self, plan: StepPlan) -> None:
         if self._parallel.tp > 1:
@@ -122,8 +122,6 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     fmt = resolve_cache_format(config, model_config, device, dtype)
     max_model_len = resolve_max_model_len(config, model_config)
     _check_heads(model_config, parallel)
-    if config.num_speculative_tokens:
-        raise ConfigError("num_speculative_tokens: speculative decoding is not available yet; use 0")
     if config.kernels == "reference":
         ops.use_backend("reference")
     try:
@@ -149,6 +147,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
             max_num_seqs=config.scheduler.max_num_seqs,
             max_model_len=max_model_len,
             device=device,
+            num_speculative_tokens=config.num_speculative_tokens,
             matcher=_Grammars(folder).matcher if parallel.tp_rank == 0 else None,
         )
 

@@ -8,17 +8,18 @@ work; `PendingStep.wait` brings the result. Does not schedule, and knows no othe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
-from engine.plan import RowResult, SequenceStep, StepPlan, StepResult
+from engine.plan import RowResult, StepPlan, StepResult
 from engine.sampler import TokenScores, sample, score
 from engine.sampling_state import Matcher, SamplingState
+from engine.speculative import Drafter, DraftRows, count_accepted
 from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
@@ -51,22 +52,28 @@ class PendingStep:
     """A step whose device work is enqueued. Only the leader's holds a result worth waiting for."""
 
     plan: StepPlan
-    sampled_rows: list[int]
+    sampled_rows: list[int]  # row of each sampled line; the lines of a decode sequence follow each other
     prompt_tops: dict[int, int]  # row -> alternatives wanted for its prompt tokens
     sampled_tops: dict[int, int]
     copies: HostCopy
     num_scored: list[tuple[bool, list[int]]]  # (of a prompt?, row of each line), in the order of the copies
     timer: _Timer
     errors: dict[int, str] = field(default_factory=dict)  # row -> why its grammar allows nothing
+    speculates: bool = False  # whether the copies hold the accepted drafts of each decode sequence, after the tokens
 
     def tokens(self) -> list[int]:
-        """Sampled tokens in the order of sampled_rows, -1 for a broken row."""
+        """Sampled tokens in the order of sampled_rows, -1 for a broken line."""
         return self.copies.wait()[0].tolist()
 
     def wait(self) -> StepResult:
         """Block until the device is done, and write the result in the plan's order."""
         copied = iter(self.copies.wait())
-        tokens = dict(zip(self.sampled_rows, next(copied).tolist()))
+        lines: dict[int, list[int]] = {}
+        for row, token in zip(self.sampled_rows, next(copied).tolist()):
+            lines.setdefault(row, []).append(token)
+        if self.speculates:
+            for step, accepted in zip(self.plan.decodes, next(copied).tolist()):
+                del lines[step.row][accepted + 1 :]
         sampled: dict[int, list[TokenLogprob]] = {}
         prompts: dict[int, list[TokenLogprob]] = {}
         for of_prompt, rows in self.num_scored:
@@ -77,15 +84,16 @@ class PendingStep:
                 into.setdefault(row, []).append(entry)
         results = []
         for step in (*self.plan.decodes, *self.plan.prefills):
-            token = tokens.get(step.row)
-            if token is None and step.row not in prompts:
+            tokens = lines.get(step.row, [])
+            if not tokens and step.row not in prompts:
                 continue
-            broken = token == -1
+            broken = -1 in tokens
+            logprobs = sampled.get(step.row)
             results.append(
                 RowResult(
                     step.row,
-                    [] if token is None or broken else [token],
-                    logprobs=None if broken else sampled.get(step.row),
+                    [] if broken else tokens,
+                    logprobs=None if broken or logprobs is None else logprobs[: len(tokens)],
                     prompt_logprobs=prompts.get(step.row),
                     error=self.errors.get(step.row, BROKEN_ROW) if broken else None,
                 )
@@ -120,18 +128,27 @@ class _Timer:
 class _Inputs:
     """Device inputs of a step, made by `ModelRunner._fill` alone.
 
-    sample_index, sample_rows, sample_positions: int64 [n]  line of the hidden states, row, and position of the new token
+    sample_index, sample_rows, sample_positions: int64 [n]  line of the hidden states, row, and position of the new token;
+        all lines of the decode sequences first, then one of each prefill that is sampled
+    drafts: int64 [B, S - 1] the drafts under verification, num_drafts int64 [B]; both None when there are none
+    next_ids: int64 [T] the known token after each prefill line (draft layer), 0 where it is sampled; None without drafting
+    draft_rows: one entry a sampled sequence, `lines` being each sequence's first line; None without drafting
     """
 
     batch: ForwardBatch
     sample_index: torch.Tensor
     sample_rows: torch.Tensor
     sample_positions: torch.Tensor
+    drafts: torch.Tensor | None
+    num_drafts: torch.Tensor | None
+    next_ids: torch.Tensor | None
+    draft_rows: DraftRows | None
 
 
 class ModelRunner:
     """One rank's model, cache and row tables.
 
+    num_speculative_tokens: drafts made for every sampled sequence; needs a model with its MTP head
     matcher: makes the Matcher of a request's grammar; None where grammars are refused
     """
 
@@ -146,6 +163,7 @@ class ModelRunner:
         max_model_len: int,
         device: torch.device,
         context_tokens: int = CONTEXT_TOKENS,
+        num_speculative_tokens: int = 0,
         matcher: Callable[[str], Matcher] | None = None,
     ) -> None:
         self.model = model
@@ -155,6 +173,7 @@ class ModelRunner:
         self._vocab_size = model_config.vocab_size
         self._local_heads = model_config.num_heads // parallel.tp
         self._context_tokens = max(BLOCK_SIZE, context_tokens // BLOCK_SIZE * BLOCK_SIZE)
+        self._max_model_len = max_model_len
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         # The host's copy of the table turns positions into slots; the device's serves attention. Both follow the plans.
         self._host_table = np.full((max_num_seqs, max_blocks), cache.null_block, dtype=np.int32)
@@ -164,6 +183,16 @@ class ModelRunner:
         self._leads = parallel.tp_rank == 0
         self._sampling = SamplingState(self._vocab_size, device, matcher)
         self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
+        self._drafter: Drafter | None = None
+        if num_speculative_tokens:
+            self._drafter = Drafter(
+                model,
+                depth=num_speculative_tokens,
+                max_num_seqs=max_num_seqs,
+                num_heads=self._local_heads,
+                fmt=cache.format,
+                device=device,
+            )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> PendingStep:
@@ -179,33 +208,64 @@ class ModelRunner:
             return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)]), [], timer)
         inputs = self._fill(plan)
         hidden = self.model.forward(inputs.batch)
-        steps = (*plan.decodes, *plan.prefills)
-        sampled_rows = [step.row for step in steps if step.sample]
+        sampled_rows = [step.row for step in plan.decodes for _ in range(plan.query_len)]
+        sampled_rows += [step.row for step in plan.prefills if step.sample]
         scored = self._score_prompts(plan, hidden)
-        tokens = torch.empty(0, dtype=torch.int64, device=self.device)
+        tokens = torch.empty(len(sampled_rows), dtype=torch.int64, device=self.device)
         matchers: dict[int, Matcher] = {}
+        accepted: torch.Tensor | None = None
         if sampled_rows:
             logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
             if self._leads:
                 matchers = self._matchers(sampled_rows)
-                tokens = self._sample(logits, inputs.sample_positions, sampled_rows, scored)
-            else:
-                tokens = torch.empty(len(sampled_rows), dtype=torch.int64, device=self.device)
+                tokens = self._sample(logits, inputs, sampled_rows, scored)
             tokens = self.parallel.tp_broadcast(tokens)
-            self._last_tokens.index_copy_(0, inputs.sample_rows, tokens.clamp(min=0))
+            accepted = self._keep_tokens(plan, inputs, tokens)
+        if self._drafter is not None:
+            self._draft(plan, inputs, hidden, tokens, accepted)
         timer.stop()
         pending = PendingStep(
             plan,
             sampled_rows,
             {step.row: step.prompt_logprobs for step in plan.prefills if step.prompt_logprobs is not None},
             {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None} if self._leads else {},
-            HostCopy([tokens, *(tensor for _, part in scored for tensor in part.tensors())]),
+            HostCopy(
+                [tokens, *([accepted] if accepted is not None else []), *(t for _, part in scored for t in part.tensors())]
+            ),
             [(of_prompt, part.rows) for of_prompt, part in scored],
             timer,
             {sampled_rows[line]: m.error for line, m in matchers.items() if m.error is not None},
+            speculates=accepted is not None,
         )
         self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
         return pending
+
+    def _keep_tokens(self, plan: StepPlan, inputs: _Inputs, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Store each sequence's last token. Returns the accepted drafts of each decode sequence, None without drafts."""
+        if inputs.drafts is None or inputs.num_drafts is None:
+            self._last_tokens.index_copy_(0, inputs.sample_rows, tokens.clamp(min=0))
+            return None
+        num_lines, query_len = len(plan.decodes) * plan.query_len, plan.query_len
+        targets = tokens[:num_lines].view(-1, query_len)
+        accepted = count_accepted(targets, inputs.drafts, inputs.num_drafts)
+        last = torch.cat((targets.gather(1, accepted[:, None])[:, 0], tokens[num_lines:]))
+        rows = torch.cat((inputs.sample_rows[:num_lines:query_len], inputs.sample_rows[num_lines:]))
+        self._last_tokens.index_copy_(0, rows, last.clamp(min=0))
+        return accepted
+
+    def _draft(
+        self, plan: StepPlan, inputs: _Inputs, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor | None
+    ) -> None:
+        """Bring the draft layer up to date with the step and draft for the next one."""
+        assert self._drafter is not None and inputs.next_ids is not None and inputs.draft_rows is not None
+        inputs.next_ids.index_copy_(0, inputs.sample_index, tokens.clamp(min=0))
+        rows = inputs.draft_rows
+        if accepted is not None:
+            count = len(plan.decodes)
+            behind = torch.nn.functional.pad(accepted, (0, len(rows.rows) - count))
+            rows = replace(rows, lines=rows.lines + behind, positions=rows.positions + behind)
+        depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
+        self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
 
     # ---- rows
 
@@ -229,59 +289,84 @@ class ModelRunner:
 
     def _fill(self, plan: StepPlan) -> _Inputs:
         """Write the device inputs of a step: everything travels in one copy."""
-        decodes, prefills = plan.decodes, plan.prefills
-        num_decodes = len(decodes)
-        ids, positions, token_rows = _tokens_of(decodes, prefills)
+        decodes, prefills, query_len = plan.decodes, plan.prefills, plan.query_len
+        num_decodes, num_lines = len(decodes), len(decodes) * plan.query_len
+        ids, positions, token_rows, live = _tokens_of(plan)
         slots = self._host_table[token_rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        decode_rows, decode_positions = token_rows[:num_decodes], positions[:num_decodes]
+        slots[~live] = -1
+        decode_rows = token_rows[:num_lines:query_len]
+        num_drafts = np.array([step.num_drafts for step in decodes], dtype=np.int64)
+        seq_lens = (positions[:num_lines:query_len] + 1 + num_drafts).astype(np.int32)
         chunk_lens = np.array([step.num_tokens for step in prefills], dtype=np.int64)
-        chunk_ends = num_decodes + np.cumsum(chunk_lens)
-        sampled = np.array([step.sample for step in (*decodes, *prefills)], dtype=bool)
-        last_lines = np.concatenate((np.arange(num_decodes), chunk_ends - 1))[sampled]
+        chunk_ends = num_lines + np.cumsum(chunk_lens)
+        sampled = np.array([step.sample for step in prefills], dtype=bool)
+        last_lines = np.concatenate((np.arange(num_lines), (chunk_ends - 1)[sampled]))
         contexts = np.array([step.num_computed for step in prefills], dtype=np.int64)
         pieces = plan_context(contexts, self._context_tokens)
         prefill_rows = np.array([step.row for step in prefills], dtype=np.int64)
+        first_lines = np.concatenate((np.arange(0, num_lines, query_len), (chunk_ends - 1)[sampled]))  # of each sequence
+        draft_rows = token_rows[first_lines]
 
         arrays = [
             ids, positions, slots,
-            decode_rows, (decode_positions + 1).astype(np.int32),
+            decode_rows, seq_lens, num_drafts,
             prefill_rows, _cumulative(chunk_lens),
             last_lines, token_rows[last_lines], positions[last_lines] + 1,
             *_new_blocks_of(plan, self._num_blocks),
             *(part for starts, lens in pieces for part in (starts.astype(np.int32), _cumulative(lens))),
         ]  # fmt: skip
+        num_pieces = 2 * len(pieces)
+        if query_len > 1:
+            arrays += [live, (num_drafts + 1).astype(np.int32)]
+        if self._drafter is not None:
+            num_slots = np.minimum(self._num_blocks[draft_rows] * BLOCK_SIZE, self._max_model_len)
+            arrays += [_next_ids_of(plan), first_lines, draft_rows, positions[first_lines], num_slots]
         moved = to_device(arrays, self.device)
-        d_ids, d_positions, d_slots, d_decode_rows, seq_lens, d_prefill_rows, cu_lens_q = moved[:7]
-        sample_index, sample_rows, sample_positions, table_rows, table_columns, table_blocks = moved[7:13]
+        d_ids, d_positions, d_slots, d_decode_rows, d_seq_lens, d_num_drafts, d_prefill_rows, cu_lens_q = moved[:8]
+        sample_index, sample_rows, sample_positions, table_rows, table_columns, table_blocks = moved[8:14]
+        context_parts, rest = moved[14 : 14 + num_pieces], moved[14 + num_pieces :]
+        row_mask, num_query = (rest.pop(0), rest.pop(0)) if query_len > 1 else (None, None)
 
         self._block_table.index_put_((table_rows, table_columns), table_blocks)
         # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
-        known = d_ids[:num_decodes]
-        torch.where(known < 0, self._last_tokens.index_select(0, d_decode_rows), known, out=known)
+        lines = d_ids[:num_lines].view(num_decodes, query_len)
+        known = lines[:, 0]
+        known.copy_(torch.where(known < 0, self._last_tokens.index_select(0, d_decode_rows), known))
+        drafts = None
+        if query_len > 1:
+            assert self._drafter is not None, "the plan has drafts, this runner makes none"
+            drafts = self._drafter.tokens.index_select(0, d_decode_rows)[:, : query_len - 1]
+            lines[:, 1:] = drafts
 
         prefill = None
         if prefills:
             context = [
                 ContextPiece(starts, cu_lens, int(lens.sum()), int(lens.max()))
-                for starts, cu_lens, (_, lens) in zip(moved[13::2], moved[14::2], pieces)
+                for starts, cu_lens, (_, lens) in zip(context_parts[::2], context_parts[1::2], pieces)
             ]
             prefill = PrefillMetadata(self._table_of(d_prefill_rows, prefill_rows), cu_lens_q, int(chunk_lens.max()), context)
         decode_plan = None
         if decodes:
-            decode_plan = ops.plan_decode(seq_lens, query_len=1, num_heads=self._local_heads, fmt=self.cache.format)
+            decode_plan = ops.plan_decode(d_seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
         attention = AttentionMetadata(
             num_decode_seqs=num_decodes,
-            query_len=1,
+            query_len=query_len,
             slots=d_slots,
             block_table=self._table_of(d_decode_rows, decode_rows),
-            seq_lens=seq_lens,
-            num_query=None,
+            seq_lens=d_seq_lens,
+            num_query=num_query,
             decode_plan=decode_plan,
             prefill=prefill,
         )
         ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
-        batch = ForwardBatch(d_ids, d_positions, attention, self.cache.layers, ep_rows=ep_rows)
-        return _Inputs(batch, sample_index, sample_rows, sample_positions)
+        batch = ForwardBatch(d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows)
+        next_ids = rows = None
+        if self._drafter is not None:
+            next_ids, d_lines, d_rows, d_starts, d_num_slots = rest
+            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
+        return _Inputs(
+            batch, sample_index, sample_rows, sample_positions, drafts, d_num_drafts if query_len > 1 else None, next_ids, rows
+        )
 
     def _table_of(self, device_rows: torch.Tensor, host_rows: np.ndarray) -> torch.Tensor:
         """int32 [rows, widest]: block tables of some rows, cut to the longest of them."""
@@ -301,14 +386,19 @@ class ModelRunner:
             if (token := pending.tokens()[line]) >= 0:
                 matcher.accept([token])
         self._unmatched = []
-        return {line: m for line, row in enumerate(rows) if (m := self._sampling.matcher(row)) is not None}
+        # A row with a grammar verifies no drafts, so only its first line counts.
+        first_lines = {row: line for line, row in reversed(list(enumerate(rows)))}
+        return {line: m for row, line in first_lines.items() if (m := self._sampling.matcher(row)) is not None}
 
     def _sample(
-        self, logits: torch.Tensor, positions: torch.Tensor, rows: list[int], scored: list[tuple[bool, _Scored]]
+        self, logits: torch.Tensor, inputs: _Inputs, rows: list[int], scored: list[tuple[bool, _Scored]]
     ) -> torch.Tensor:
         """Sample `rows`, one line of FP32 logits [n, vocab] each; log probabilities are added to `scored`."""
         batch = self._sampling.with_grammars(self._sampling.batch(rows), rows)
-        tokens = sample(logits, positions, batch, self._sampling.counts)
+        if inputs.drafts is not None and batch.penalties is not None:
+            tokens = self._sample_in_order(logits, inputs, rows)
+        else:
+            tokens = sample(logits, inputs.sample_positions, batch, self._sampling.counts)
         if batch.logprob_rows is not None:
             lines = batch.logprob_rows
             wanted = [row for row in rows if self._sampling.num_logprobs(row) is not None]
@@ -317,10 +407,41 @@ class ModelRunner:
             scored.append((False, _Scored(wanted, chosen, scores)))
         return tokens
 
+    def _sample_in_order(self, logits: torch.Tensor, inputs: _Inputs, rows: list[int]) -> torch.Tensor:
+        """Sample the lines of decode sequences one after the other, since penalties count the tokens before.
+
+        A sequence's tokens count up to its first rejected draft; what is drawn behind it is dropped anyway.
+        """
+        drafts, num_drafts = inputs.drafts, inputs.num_drafts
+        assert drafts is not None and num_drafts is not None
+        num_sequences, query_len = len(drafts), drafts.shape[1] + 1
+        num_lines = num_sequences * query_len
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        firsts = torch.arange(0, num_lines, query_len, device=self.device)
+        live: torch.Tensor | None = None
+        for index in range(query_len):
+            lines, part = firsts + index, rows[:num_lines:query_len]
+            if not index:
+                lines = torch.cat((lines, torch.arange(num_lines, len(rows), device=self.device)))
+                part = part + rows[num_lines:]
+            batch = self._sampling.with_grammars(self._sampling.batch(part), part)
+            drawn = sample(
+                logits.index_select(0, lines),
+                inputs.sample_positions.index_select(0, lines),
+                batch,
+                self._sampling.counts,
+                live,
+            )
+            tokens.index_copy_(0, lines, drawn)
+            if index < query_len - 1:
+                accepts = (drawn[:num_sequences] == drafts[:, index]) & (index < num_drafts)
+                live = accepts if live is None else live & accepts
+        return tokens
+
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[bool, _Scored]]:
         """Log probabilities of the prompt tokens that follow each token of a chunk, a bounded number of rows at a time."""
         scored: list[tuple[bool, _Scored]] = []
-        start = len(plan.decodes)
+        start = len(plan.decodes) * plan.query_len
         lines_at_once = max(1, _SCORED_BYTES // (4 * self._vocab_size))
         for step in plan.prefills:
             if step.prompt_logprobs is not None and step.next_token_ids:
@@ -335,20 +456,44 @@ class ModelRunner:
         return scored
 
 
-def _tokens_of(decodes: Sequence[SequenceStep], prefills: Sequence[SequenceStep]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(token ids, positions, rows) of every query token, int64 [T], decode rows first; -1 where the rank knows the token."""
+def _tokens_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """(token ids, positions, rows: int64 [T]; live: bool [T]) of every line, decode sequences first.
+
+    The id is -1 where the rank knows the token. Padding behind a sequence's drafts is not live, and stays at its last
+    live position, so that no position lies outside the tables.
+    """
+    decodes, prefills, query_len = plan.decodes, plan.prefills, plan.query_len
     count = len(decodes)
-    parts = [
-        np.fromiter((s.token_ids[0] if s.token_ids else -1 for s in decodes), np.int64, count),
-        np.fromiter((s.num_computed for s in decodes), np.int64, count),
-        np.fromiter((s.row for s in decodes), np.int64, count),
-    ]
-    if not prefills:
-        return parts[0], parts[1], parts[2]
-    ids = [np.array(s.token_ids, dtype=np.int64) for s in prefills]
-    positions = [np.arange(s.num_computed, s.num_computed + s.num_tokens) for s in prefills]
-    rows = [np.full(s.num_tokens, s.row, dtype=np.int64) for s in prefills]
-    return tuple(np.concatenate((part, *chunks)) for part, chunks in zip(parts, (ids, positions, rows)))  # type: ignore[return-value]
+    first_ids = np.fromiter((s.token_ids[0] if s.token_ids else -1 for s in decodes), np.int64, count)
+    starts = np.fromiter((s.num_computed for s in decodes), np.int64, count)
+    rows = np.fromiter((s.row for s in decodes), np.int64, count)
+    live = np.ones(count, dtype=bool)
+    parts = [first_ids, starts, rows]
+    if query_len > 1:
+        num_drafts = np.fromiter((s.num_drafts for s in decodes), np.int64, count)[:, None]
+        offsets = np.arange(query_len)
+        ids = np.where(offsets > 0, 0, first_ids[:, None])
+        parts = [ids.ravel(), (starts[:, None] + np.minimum(offsets, num_drafts)).ravel(), rows.repeat(query_len)]
+        live = (offsets <= num_drafts).ravel()
+    if prefills:
+        chunks = [
+            [np.array(s.token_ids, dtype=np.int64) for s in prefills],
+            [np.arange(s.num_computed, s.num_computed + s.num_tokens) for s in prefills],
+            [np.full(s.num_tokens, s.row, dtype=np.int64) for s in prefills],
+        ]
+        parts = [np.concatenate((part, *chunk)) for part, chunk in zip(parts, chunks)]
+        live = np.concatenate((live, np.ones(len(parts[0]) - len(live), dtype=bool)))
+    return parts[0], parts[1], parts[2], live
+
+
+def _next_ids_of(plan: StepPlan) -> np.ndarray:
+    """int64 [T] the token after each prefill line as the plan tells it; 0 on decode lines and where it is sampled."""
+    ids = np.zeros(plan.num_lines, dtype=np.int64)
+    start = len(plan.decodes) * plan.query_len
+    for step in plan.prefills:
+        ids[start : start + len(step.next_token_ids)] = step.next_token_ids
+        start += step.num_tokens
+    return ids
 
 
 def _new_blocks_of(plan: StepPlan, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -17,7 +17,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     """A sequence takes a row (first schedule, or again after a preemption).
 
     params: with seed always set (the leader draws one where the user gave none)
-    known_token_ids: prompt then output tokens so far; sent only where sampling needs history (penalties), else empty
+    known_token_ids: prompt then output tokens so far; sent only where sampling needs history (penalties, a
+        grammar), else empty
     num_prompt_tokens: how many of the known tokens are the prompt; num_output_tokens: outputs so far (resumption)
     eos_token_ids: empty under ignore_eos
     """
@@ -67,16 +68,21 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     decode_only: bool  # no replica has prefill rows, so a graph may be replayed
     any_work: bool
     stop: bool = False
+    draft_depth: int = 0  # drafts made after the step: the most any replica wants, so that all run as many passes
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
-    """One step of one replica. decodes have one query row (plus drafts) and run absorbed; prefills run expanded."""
+    """One step of one replica. decodes have one query row (plus drafts) and run absorbed; prefills run expanded.
+
+    draft_depth: drafts the next step of this replica can use
+    """
 
     step: int
     decodes: list[SequenceStep] = []
     prefills: list[SequenceStep] = []
     new_sequences: list[NewSequence] = []
     freed_rows: list[int] = []
+    draft_depth: int = 0
     agreement: Agreement | None = None
 
     @property
@@ -86,6 +92,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def num_tokens(self) -> int:
         return sum(s.num_tokens for s in self.decodes) + sum(s.num_tokens for s in self.prefills)
+
+    @property
+    def query_len(self) -> int:
+        """Lines of every decode sequence; those with fewer drafts than others are padded."""
+        return 1 + max((s.num_drafts for s in self.decodes), default=0)
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the forward pass, padding of decode sequences included."""
+        return len(self.decodes) * self.query_len + sum(s.num_tokens for s in self.prefills)
 
 
 class RowResult(msgspec.Struct, frozen=True, array_like=True):

@@ -115,12 +115,17 @@ class TokenScores:
 
 
 def sample(
-    logits: torch.Tensor, positions: torch.Tensor, batch: SamplingBatch, counts: TokenCounts | None = None
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    batch: SamplingBatch,
+    counts: TokenCounts | None = None,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose one token a row.
 
     logits: FP32 [n, vocab], not modified; positions: int64 [n], the position the chosen token will have
     counts: tables of the penalised rows; their in_output is advanced by the chosen tokens
+    counted: bool [n], False where the chosen token is not counted; None counts all
     Returns int64 [n]; -1 where the row has no finite best logit (NaN, inf, or everything masked).
     """
     if batch.changes_logits:
@@ -134,6 +139,8 @@ def sample(
     if batch.penalties is not None and counts is not None:
         chosen = tokens.index_select(0, batch.penalties.rows).clamp_(min=0)
         one = torch.ones((), dtype=torch.int32, device=logits.device)
+        if counted is not None:
+            one = counted.index_select(0, batch.penalties.rows).to(torch.int32)
         counts.in_output.index_put_((batch.penalties.slots, chosen), one, accumulate=True)
     return tokens
 

@@ -95,6 +95,7 @@ class Scheduler:
         self._blocks = blocks
         self._limits = RequestLimits(max_model_len, blocks.num_blocks * BLOCK_SIZE, vocab_size)
         self._num_speculative_tokens = num_speculative_tokens
+        self._draft_depth = 0  # drafts the ranks make after the latest plan
         # The draft pass after a step writes up to this many positions beyond the step's last token.
         self._draft_slots = max(num_speculative_tokens - 1, 0)
         self._chunk_limit = config.prefill_chunk or config.max_num_batched_tokens
@@ -198,12 +199,15 @@ class Scheduler:
         if not decodes and not prefills:
             return StepPlan(step=self._num_steps)
         requests += [chunk.request for chunk in chunks]
+        most = self._config.speculative_max_batch
+        self._draft_depth = 0 if most and len(self._running) > most else self._num_speculative_tokens
         plan = StepPlan(
             step=self._num_steps,
             decodes=decodes,
             prefills=prefills,
             new_sequences=[self._new_sequence(request) for request in admitted],
             freed_rows=self._freed_rows,
+            draft_depth=self._draft_depth,
         )
         self._freed_rows = []
         self._in_flight.append(_InFlight(self._num_steps, requests, num_drafts > 0))
@@ -227,7 +231,7 @@ class Scheduler:
             if left <= 0 or (pending and request.params.grammar is not None):
                 continue  # ends by length with the token in flight; or its next mask needs that token on the host
             start = request.num_computed
-            drafts = request.max_drafts
+            drafts = min(request.max_drafts, self._draft_depth)
             if drafts >= left:
                 drafts = left - 1
             slots = min(start + 1 + drafts + self._draft_slots, request.max_total_tokens)
@@ -379,13 +383,14 @@ class Scheduler:
         )
 
     def _new_sequence(self, request: Request) -> NewSequence:
+        needs_history = request.params.needs_token_counts or request.params.grammar is not None
         return NewSequence(
             row=request.row,
             request_id=request.request_id,
             params=request.params,
             num_prompt_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
-            known_token_ids=request.token_ids.tolist() if request.params.needs_token_counts else [],
+            known_token_ids=request.token_ids.tolist() if needs_history else [],
             eos_token_ids=request.eos_token_ids,
         )
 

@@ -1,0 +1,126 @@
+"""Speculative decoding with the model's own draft head (MTP): verify what was drafted, draft again.
+
+Verification keeps the plain path's tokens exactly. Every line of a decode sequence is sampled as the plain path would sample
+that position, noise keyed by (seed, position); drafts are accepted while they equal the sampled tokens, so a draft is
+accepted with the probability the model gives it, and no token is ever drawn from another distribution.
+
+The draft layer's cache entry of position i depends on token i + 1 and hidden state i, and lies in the slot of position i
+under the same block table as the other layers. Drafts are the draft head's best tokens and stay on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from kernels import ops
+from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, LatentCache
+from models.batch import AttentionMetadata, ForwardBatch
+from models.causal_lm import CausalLM
+
+
+def count_accepted(targets: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+    """How many leading drafts equal what was sampled in their place, int64 [B].
+
+    targets: int64 [B, S] sampled tokens, line j following the first j drafts; drafts: int64 [B, S - 1]
+    num_drafts: int64 [B], drafts beyond it are padding
+    """
+    positions = torch.arange(drafts.shape[1], device=drafts.device)
+    equal = (targets[:, :-1] == drafts) & (positions < num_drafts[:, None])
+    return equal.long().cumprod(dim=1).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class DraftRows:
+    """The sequences that just got a token, and where their next drafts start. All [n] but the table.
+
+    lines: int64 line of the step whose sampled token is the sequence's last; rows: int64 row of the sequence
+    positions: int64 position of that line; num_slots: int64 slots in the row's block table
+    block_table: int32 [n, max_blocks]
+    """
+
+    lines: torch.Tensor
+    rows: torch.Tensor
+    positions: torch.Tensor
+    num_slots: torch.Tensor
+    block_table: torch.Tensor
+
+
+class Drafter:
+    """Owns the draft tokens of all rows, int64 [rows, depth]; one per rank, all ranks of a replica draft the same.
+
+    Without rows the passes still run, since their experts' collectives need every rank.
+    """
+
+    def __init__(
+        self, model: CausalLM, *, depth: int, max_num_seqs: int, num_heads: int, fmt: CacheFormat, device: torch.device
+    ) -> None:
+        assert model.mtp is not None, "drafting needs a model that was loaded with its MTP head"
+        self.tokens = torch.zeros(max_num_seqs, depth, dtype=torch.int64, device=device)
+        self._model, self._head = model, model.mtp
+        self._depth, self._num_heads, self._format = depth, num_heads, fmt
+
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        next_ids: torch.Tensor,
+        accepted: torch.Tensor | None,
+        rows: DraftRows,
+        *,
+        depth: int,
+    ) -> None:
+        """Bring the draft layer up to date with a finished step, then draft `depth` tokens for each of `rows`.
+
+        batch: the step's own; hidden: [T, D] its hidden states; next_ids: int64 [T] the token after each line
+        accepted: int64 [B] accepted drafts of each decode sequence; lines past them leave no entry
+        """
+        if accepted is not None:
+            batch = self._without_rejected(batch, accepted)
+        g = self._head.forward(next_ids, hidden, batch).index_select(0, rows.lines)
+        positions = rows.positions
+        for index in range(depth):
+            tokens = self._model.logits(g).argmax(dim=-1) if len(g) else rows.rows
+            self.tokens[:, index].index_copy_(0, rows.rows, tokens)
+            if index + 1 < depth:
+                positions = positions + 1
+                g = self._head.forward(tokens, g, self._single(batch.caches, positions, rows, batch.ep_rows))
+
+    def _without_rejected(self, batch: ForwardBatch, accepted: torch.Tensor) -> ForwardBatch:
+        """The step's batch with only the accepted lines of each decode sequence live."""
+        meta = batch.attention
+        query_len, num_lines = meta.query_len, meta.num_decode_tokens
+        live = torch.arange(query_len, device=accepted.device) <= accepted[:, None]
+        slots = meta.slots.clone()
+        slots[:num_lines].masked_fill_(~live.flatten(), -1)
+        num_live = meta.num_query if meta.num_query is not None else torch.full_like(meta.seq_lens, query_len)
+        num_query = torch.minimum((accepted + 1).to(torch.int32), num_live)
+        seq_lens = meta.seq_lens - (num_live - num_query)
+        attention = replace(
+            meta, slots=slots, seq_lens=seq_lens, num_query=num_query, decode_plan=self._plan(seq_lens, query_len)
+        )
+        mask = batch.row_mask.clone() if batch.row_mask is not None else torch.ones_like(slots, dtype=torch.bool)
+        mask[:num_lines] &= live.flatten()
+        return replace(batch, attention=attention, row_mask=mask)
+
+    def _single(self, caches: list[LatentCache], positions: torch.Tensor, rows: DraftRows, ep_rows: int) -> ForwardBatch:
+        """One line a sequence, at `positions`. A position past the row's blocks is computed but leaves no entry."""
+        column = (positions // BLOCK_SIZE).clamp(max=rows.block_table.shape[1] - 1)
+        block = rows.block_table.gather(1, column[:, None])[:, 0].long()
+        fits = positions < rows.num_slots
+        seq_lens = torch.minimum(positions + 1, rows.num_slots).to(torch.int32)
+        attention = AttentionMetadata(
+            num_decode_seqs=len(positions),
+            query_len=1,
+            slots=torch.where(fits, block * BLOCK_SIZE + positions % BLOCK_SIZE, -1),
+            block_table=rows.block_table,
+            seq_lens=seq_lens,
+            num_query=None,
+            decode_plan=self._plan(seq_lens, 1) if len(positions) else None,
+            prefill=None,
+        )
+        return ForwardBatch(positions, torch.minimum(positions, rows.num_slots - 1), attention, caches, ep_rows=ep_rows)
+
+    def _plan(self, seq_lens: torch.Tensor, query_len: int) -> DecodePlan:
+        return ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._num_heads, fmt=self._format)
