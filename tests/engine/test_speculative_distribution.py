@@ -1,0 +1,121 @@
+"""Speculation samples from the model's own distribution: chi-square on the joint of three tokens, vocabulary of 8."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import engine.model_runner as model_runner
+from engine.block_manager import BlockManager
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.executor import Executor
+from engine.kv_cache import KVCache
+from engine.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
+from kernels.layout import CacheFormat
+from models.batch import ForwardBatch
+from models.parallel import ParallelContext
+from tests.engine.stub_model import stub_config
+from tests.engine.test_speculative import run
+
+VOCAB, RUNS, DEPTH = 8, 20_000, 2
+LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5  # of the next token, by the last one
+
+
+class MarkovModel:
+    """The next token depends on the last one. Its draft head knows the same table, so drafts are the likeliest tokens."""
+
+    def __init__(self) -> None:
+        self.mtp = SimpleNamespace(forward=lambda next_ids, hidden, batch: self._one_hot(next_ids))
+
+    def _one_hot(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(ids, VOCAB).float()
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._one_hot(batch.input_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ LOGITS
+
+
+def markov_core(depth: int) -> EngineCore:
+    config = stub_config(vocab_size=VOCAB)
+    cache = KVCache.allocate(config, CacheFormat.FP32, 1200, torch.device("cpu"), depth)
+    runner = ModelRunner(
+        MarkovModel(), config, cache, ParallelContext.single(), max_num_seqs=1000, max_model_len=128,  # type: ignore[arg-type]
+        device=torch.device("cpu"), num_speculative_tokens=depth,
+    )  # fmt: skip
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=1000, max_queued_requests=0),
+        BlockManager(1200, False),
+        max_model_len=128,
+        vocab_size=VOCAB,
+        num_speculative_tokens=depth,
+    )
+    return EngineCore(scheduler, Executor(runner, ParallelContext.single()), asynchronous=False)
+
+
+def exact_next(temperature: float, top_p: float) -> torch.Tensor:
+    """[last, next] probabilities after temperature and top-p, from the definition."""
+    probabilities = (LOGITS.double() / temperature).softmax(-1)
+    kept = torch.zeros_like(probabilities)
+    for last in range(VOCAB):
+        mass = 0.0
+        for token in probabilities[last].argsort(descending=True).tolist():
+            if mass >= top_p:
+                break
+            kept[last, token] = probabilities[last, token]
+            mass += float(probabilities[last, token])
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def p_value(temperature: float, top_p: float, depth: int = DEPTH, runs: int = RUNS) -> tuple[float, int]:
+    """Chi-square p of the joint of three tokens after token 3, cells expected under 5 pooled; and accepted drafts."""
+    core = markov_core(depth)
+    requests = {
+        str(index): ([3], SamplingParams(temperature=temperature, top_p=top_p, seed=index, max_tokens=3, ignore_eos=True))
+        for index in range(runs)
+    }
+    outcomes = run(core, requests, arrivals=1000)
+    counts: dict[tuple[int, ...], int] = {}
+    for outcome in outcomes.values():
+        key = tuple(outcome.token_ids)
+        counts[key] = counts.get(key, 0) + 1
+    step = exact_next(temperature, top_p)
+    cells, pooled = [], [0.0, 0.0]
+    for a, b, c in itertools.product(range(VOCAB), repeat=3):
+        expected, observed = runs * float(step[3, a] * step[a, b] * step[b, c]), counts.get((a, b, c), 0)
+        if expected == 0:
+            assert observed == 0, f"{(a, b, c)} cannot be drawn"
+        elif expected < 5:
+            pooled = [pooled[0] + expected, pooled[1] + observed]
+        else:
+            cells.append((expected, observed))
+    if pooled[0]:
+        cells.append((pooled[0], pooled[1]))
+    statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
+    half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1])), sum(core.stats().spec_accepted_per_pos)
+
+
+@pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.9)])
+def test_joint_of_three_tokens(temperature: float, top_p: float) -> None:
+    """Report M04: drafts are accepted at every temperature, as often as the model itself would choose them."""
+    p, accepted = p_value(temperature, top_p)
+    assert p > 0.01, p
+    assert accepted > RUNS // 4
+
+
+def test_the_test_notices_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept_all(targets: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+        targets[:, :-1] = torch.where(torch.arange(drafts.shape[1]) < num_drafts[:, None], drafts, targets[:, :-1])
+        return num_drafts
+
+    monkeypatch.setattr(model_runner, "count_accepted", accept_all)
+    p, _ = p_value(1.0, 1.0)
+    assert p < 1e-6, p
