@@ -6,20 +6,18 @@ construction. Bodies are plain dicts.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from engine.chat_format import ChatParser, ChatPiece
 from engine.errors import RequestRejected
 from engine.messages import TokenOutput
+from engine.openai_logprobs import CompletionLogprobs, chat_logprobs, ranked
 from engine.output import OutputDelta, OutputStream, TokenText
 from engine.sampling_params import SamplingParams
 from engine.served_model import ServedModel, Work
 from engine.tool_calls import ForcedCallParser, ToolCallDelta
 
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 HTTP_STATUS = {
     "model_not_found": 404,
     "unsupported_media_type": 415,
@@ -115,7 +113,7 @@ class Choice:
         return {
             "index": self.index,
             "delta": body,
-            "logprobs": _chat_logprobs(delta.logprobs),
+            "logprobs": chat_logprobs(delta.logprobs),
             "finish_reason": self._finish_reason(delta.finish_reason),
             **self._extras(delta, delta.stop_reason),
         }
@@ -130,19 +128,19 @@ class Choice:
 
     def _completion_chunk(self, delta: OutputDelta, first: bool) -> dict[str, Any]:
         offset = len(self.stream.text) - len(delta.text)
-        text, entries = delta.text, _Entries(self._work.params.logprobs)
+        text, scores = delta.text, CompletionLogprobs(self._work.params.logprobs)
         if self._work.echo:
             pieces = self.stream.prompt_pieces()
             offset += sum(map(len, pieces))
             if first:
                 offset = 0
                 text = "".join(pieces) + text
-                entries.add_prompt(pieces, delta.prompt_logprobs)
-        entries.add(delta.logprobs)
+                scores.add_prompt(pieces, delta.prompt_logprobs)
+        scores.add(delta.logprobs)
         return {
             "index": self.index,
             "text": text,
-            "logprobs": entries.body(offset),
+            "logprobs": scores.body(offset),
             "finish_reason": delta.finish_reason,
             **self._extras(delta, delta.stop_reason),
             **({"prompt_token_ids": self._prompt_ids} if first and self._work.return_token_ids else {}),
@@ -152,7 +150,7 @@ class Choice:
         body = {
             "index": self.index,
             "token_ids": delta.token_ids,
-            "logprobs": _chat_logprobs(delta.logprobs),
+            "logprobs": chat_logprobs(delta.logprobs),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
@@ -177,19 +175,19 @@ class Choice:
             return {
                 "index": self.index,
                 "message": self._message.body(),
-                "logprobs": _chat_logprobs(whole.logprobs),
+                "logprobs": chat_logprobs(whole.logprobs),
                 "finish_reason": self._finish_reason(whole.finish_reason),
                 **self._extras(whole, whole.stop_reason),
                 **({"prompt_token_ids": self._prompt_ids} if work.return_token_ids else {}),
             }
         pieces = stream.prompt_pieces() if work.echo else []
-        entries = _Entries(work.params.logprobs)
-        entries.add_prompt(pieces, whole.prompt_logprobs)
-        entries.add(whole.logprobs)
+        scores = CompletionLogprobs(work.params.logprobs)
+        scores.add_prompt(pieces, whole.prompt_logprobs)
+        scores.add(whole.logprobs)
         return {
             "index": self.index,
             "text": "".join(pieces) + whole.text,
-            "logprobs": entries.body(0),
+            "logprobs": scores.body(0),
             "finish_reason": whole.finish_reason,
             **self._extras(whole, whole.stop_reason),
             **({"prompt_token_ids": self._prompt_ids} if work.return_token_ids else {}),
@@ -209,7 +207,7 @@ class Choice:
     def _prompt_scores(self, entries: list[TokenText | None] | None) -> dict[str, Any]:
         if not self._work.show_prompt_logprobs or entries is None:
             return {}
-        return {"prompt_logprobs": [None if entry is None else _ranked(entry) for entry in entries]}
+        return {"prompt_logprobs": [None if entry is None else ranked(entry) for entry in entries]}
 
 
 class _Message:
@@ -234,46 +232,6 @@ class _Message:
         if reasoning := "".join(self._reasoning):
             body["reasoning_content"] = reasoning
         return body | ({"tool_calls": self._calls} if self._calls else {})
-
-
-class _Entries:
-    """The parallel lists of completion logprobs; None where they were not asked for."""
-
-    def __init__(self, asked: int | None) -> None:
-        self._asked = asked
-        self._tokens: list[str] = []
-        self._logprobs: list[float | None] = []
-        self._top: list[dict[str, float] | None] = []
-
-    def add_prompt(self, pieces: list[str], scored: Sequence[TokenText | None] | None) -> None:
-        if self._asked is not None and pieces:
-            self._extend(pieces, scored or [None] * len(pieces))
-
-    def add(self, scored: list[TokenText] | None) -> None:
-        if self._asked is not None and scored:
-            self._extend([entry.text for entry in scored], scored)
-
-    def _extend(self, texts: list[str], scored: Sequence[TokenText | None]) -> None:
-        for text, entry in zip(texts, scored):
-            self._tokens.append(text)
-            self._logprobs.append(None if entry is None else _finite(entry.logprob))
-            if entry is None:
-                self._top.append(None)
-                continue
-            # The chosen token under the same spelling as in `tokens`, so that clients can compare the two.
-            own = {text: _finite(entry.logprob)}
-            others = {token: _finite(value) for token_id, token, _, value in entry.top if token_id != entry.token_id}
-            self._top.append(dict(sorted((others | own).items(), key=lambda item: -item[1])))
-
-    def body(self, offset: int) -> dict[str, Any] | None:
-        """offset: characters of the choice's text before these tokens."""
-        if self._asked is None:
-            return None
-        offsets = []
-        for token in self._tokens:
-            offsets.append(offset)
-            offset += len(token)
-        return {"tokens": self._tokens, "token_logprobs": self._logprobs, "top_logprobs": self._top, "text_offset": offsets}
 
 
 # ---- bodies
@@ -344,34 +302,3 @@ def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.id, "type": "function", "function": function}
-
-
-def _chat_logprobs(entries: list[TokenText] | None) -> dict[str, Any] | None:
-    if entries is None:
-        return None
-    return {
-        "content": [
-            {
-                "token": entry.token,
-                "logprob": _finite(entry.logprob),
-                "bytes": list(entry.raw),
-                "top_logprobs": [
-                    {"token": token, "logprob": _finite(value), "bytes": list(raw)} for _, token, raw, value in entry.top
-                ],
-            }
-            for entry in entries
-        ]
-    }
-
-
-def _ranked(entry: TokenText) -> dict[str, Any]:
-    """Prompt logprobs as users of vLLM know them: token id -> logprob, rank and text, the token itself included."""
-    found = {
-        str(token_id): {"logprob": _finite(value), "rank": rank, "decoded_token": token}
-        for rank, (token_id, token, _, value) in enumerate(entry.top, 1)
-    }
-    return found | {str(entry.token_id): {"logprob": _finite(entry.logprob), "rank": entry.rank, "decoded_token": entry.token}}
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else LOWEST_LOGPROB

@@ -11,13 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from engine import grammar as grammars
 from engine.chat import ChatTemplate
 from engine.chat_format import ChatFormat, reasoning_is_open
 from engine.errors import RequestRejected
-from engine.grammar import GrammarCompiler
+from engine.grammar import GrammarCompiler, after_reasoning
 from engine.hub import GenerationConfig, end_token_ids, load_generation_config
 from engine.messages import AddRequest
 from engine.openai_types import (
@@ -32,6 +29,7 @@ from engine.openai_types import (
     Tool,
 )
 from engine.sampling_params import SamplingParams
+from engine.structured_output import forced_call_grammar, requested_grammar
 from engine.tokenizer import Tokenizer, read_json
 
 COMPLETION_MAX_TOKENS = 16
@@ -185,9 +183,10 @@ class ServedModel:
                 raise RequestRejected(
                     "tool_choice: a forced call cannot be combined with structured output", param="tool_choice"
                 )
-            grammar = self._forced_grammar(tools or [], forced)
+            grammar = forced_call_grammar(tools or [], forced)
+            self.grammars.check(grammar, "tools")
         if grammar is not None and (closing := reasoning_is_open(self.chat_format, text)):
-            grammar = grammars.after_reasoning(grammar, closing, self.tokenizer)
+            grammar = after_reasoning(grammar, closing, self.tokenizer)
         max_tokens = request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
         params = self._params(
             request,
@@ -388,81 +387,13 @@ class ServedModel:
             return tools, choice.function.name
         return tools, "" if choice == "required" else None
 
-    def _forced_grammar(self, tools: list[dict[str, Any]], name: str) -> str:
-        """Grammar of one function's arguments, or of a list of calls to any."""
-        parameters = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
-        if name:
-            schema = parameters[name]
-        else:
-            calls = [
-                {
-                    "type": "object",
-                    "properties": {
-                        "name": {"const": tool},
-                        "parameters": {key: v for key, v in arguments.items() if key != "$defs"},
-                    },
-                    "required": ["name", "parameters"],
-                    "additionalProperties": False,
-                }
-                for tool, arguments in parameters.items()
-            ]
-            definitions = {key: v for arguments in parameters.values() for key, v in arguments.get("$defs", {}).items()}
-            schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}} | (
-                {"$defs": definitions} if definitions else {}
-            )
-        built = grammars.json_grammar(schema, "tools")
-        self.grammars.check(built, "tools")
-        return built
-
     def _grammar(self, request: AnyGenerate, response_format: ResponseFormat | None) -> str | None:
-        """The one grammar a request asks for, checked; None without."""
-        asked: list[tuple[str, str, Any]] = []
-        if response_format is not None and response_format.type != "text":
-            if response_format.type == "json_object":
-                asked.append(("response_format", "json", None))
-            elif response_format.json_schema is None or response_format.json_schema.json_schema is None:
-                raise RequestRejected("response_format: json_schema needs json_schema.schema", param="response_format")
-            else:
-                asked.append(("response_format", "json", response_format.json_schema.json_schema))
-        if (structured := request.structured_outputs) is not None:
-            fields = (
-                ("json", structured.json_schema), ("regex", structured.regex),
-                ("choice", structured.choice), ("grammar", structured.grammar),
-            )  # fmt: skip
-            asked += [("structured_outputs", kind, value) for kind, value in fields if value is not None]
-            asked += [("structured_outputs", "json", None)] if structured.json_object else []
-        guided = (
-            ("json", request.guided_json), ("regex", request.guided_regex),
-            ("choice", request.guided_choice), ("grammar", request.guided_grammar),
-        )  # fmt: skip
-        asked += [(f"guided_{kind}", kind, value) for kind, value in guided if value is not None]
-        if not asked:
-            if request.structured_outputs is not None:
-                raise RequestRejected(
-                    "structured_outputs: give json, json_object, regex, choice or grammar", param="structured_outputs"
-                )
+        """The grammar a request asks for, checked; None without."""
+        asked = requested_grammar(request, response_format)
+        if asked is None:
             return None
-        if len(asked) > 1:
-            raise RequestRejected(f"{asked[1][0]}: only one structured output per request", param=asked[1][0])
-        param, kind, value = asked[0]
-        built = _build_grammar(kind, value, param)
-        self.grammars.check(built, param)
-        return built
-
-
-def _build_grammar(kind: str, value: Any, param: str) -> str:
-    if kind == "json":
-        if isinstance(value, str):
-            try:
-                value = msgspec.json.decode(value)
-            except msgspec.DecodeError as error:
-                raise RequestRejected(f"{param}: is not JSON: {error}", param=param) from error
-        return grammars.json_grammar(value, param)
-    if kind == "regex":
-        return grammars.regex_grammar(value, param)
-    if kind == "choice":
-        return grammars.choice_grammar(value, param)
-    return grammars.lark_grammar(value, param)
+        self.grammars.check(asked.grammar, asked.param)
+        return asked.grammar
 
 
 def _template_switches(kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ PACKAGES = ("kernels", "models", "engine", "server")
 WIRE = {
     "errors", "config", "sampling_params", "messages", "transport", "hub", "tokenizer", "output", "chat", "reasoning",
     "tool_calls", "openai_types", "grammar", "tiktoken_model", "template_sandbox", "chat_format", "served_model",
-    "openai_responses",
+    "openai_responses", "openai_logprobs", "structured_output",
 }  # fmt: skip
 HOST = {"request", "block_manager", "scheduler", "plan", "core"}
 ENTRY = {"launch", "llm", "offline", "capacity", "replica"}

@@ -267,6 +267,17 @@ def test_malformed_tool_schemas(parameters: dict[str, Any]) -> None:
     refused(chat, "tools: cannot be used", "tools", tools=[tool], tool_choice="required")
 
 
+def test_definitions_of_several_tools_are_kept_apart() -> None:
+    """References of a tool's schema still resolve in the grammar of a forced call; two meanings of one name are refused."""
+
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"type": kind}}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    assert chat(tools=[tool("f", "string"), tool("g", "string")], tool_choice="required").params.grammar is not None
+    refused(chat, r"\$defs\.x", "tools", tools=[tool("f", "string"), tool("g", "integer")], tool_choice="required")
+
+
 # ---- structured output
 
 
