@@ -32,14 +32,13 @@ class _PlanArgs(ctypes.Structure):
 
 class _DecodeArgs(ctypes.Structure):
     _fields_ = (
-        ("content", binding.TensorMap), ("rope", binding.TensorMap),
+        ("content", binding.TensorMap), ("rope", binding.TensorMap), ("q_content", binding.TensorMap), ("q_rope", binding.TensorMap),
         ("scales", c_void_p), ("scale_stride", c_int64), ("block_table", c_void_p), ("table_stride", c_int64),
         ("num_query", c_void_p), ("work", c_void_p),
-        ("q", c_void_p), ("q_rope", c_void_p), ("q_scale", c_void_p),
-        ("out", c_void_p), ("lse", c_void_p), ("partial_out", c_void_p), ("partial_lse", c_void_p),
+        ("q_scale", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("partial_out", c_void_p), ("partial_lse", c_void_p),
         ("layout", _WorkLayout),
         ("table_width", c_int), ("num_pages", c_int), ("query_len", c_int), ("heads", c_int), ("group", c_int),
-        ("out_fp32", c_int), ("causal", c_int), ("softmax_scale_log2", c_float), ("_pad", c_int * 11),
+        ("out_fp32", c_int), ("causal", c_int), ("softmax_scale_log2", c_float), ("_pad", c_int * 15),
     )  # fmt: skip
 
 
@@ -143,7 +142,7 @@ def mla_decode(
         args.q_scale = query.scale.data_ptr()
     args.block_table, args.table_stride = block_table.data_ptr(), block_table.stride(0)
     args.num_query, args.work = binding.pointer(num_query), plan.work.data_ptr()
-    args.q, args.q_rope = query.content.data_ptr(), query.rope.data_ptr()
+    _fill_query_maps(op, args, query)
     args.out, args.lse = out.data_ptr(), lse.data_ptr()
     args.partial_out, args.partial_lse = plan.partial_out.data_ptr(), plan.partial_lse.data_ptr()
     args.layout, args.table_width, args.num_pages = g.layout, block_table.shape[1], cache.num_blocks
@@ -158,7 +157,7 @@ def mla_decode(
     with torch.cuda.device(device):
         binding.kernel(module, name, device.index).launch(g.groups * g.group, 512, args, overlap=True)
         per_cta = COMBINE_WARPS // combine.warps_per_row
-        grid = min(-(-g.max_items * g.group * TILE_ROWS // per_cta), 2 * binding.sm_count(device.index))
+        grid = min(-(-g.max_items * g.group * TILE_ROWS // per_cta), binding.sm_count(device.index))
         binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, 32 * COMBINE_WARPS, combine, overlap=True)
     return out, lse
 
@@ -224,3 +223,16 @@ def fill_maps(op: str, args: _DecodeArgs | PagedReadArgs, cache: LatentCache) ->
         op, rope.data_ptr(), rope.dtype, (cache.rope_dim, BLOCK_SIZE, cache.num_blocks),
         (cache.rope_dim * rope.itemsize, rope.stride(0) * rope.itemsize), (cache.rope_dim, BLOCK_SIZE, 1),
     )  # fmt: skip
+
+
+def _fill_query_maps(op: str, args: _DecodeArgs, query: LatentQuery) -> None:
+    """Tensor maps of the query: {dims of a 128-byte row, rows, such rows side by side}; a tile is 64 rows."""
+    content, rope = query.content, query.rope
+    rows, row_bytes = content.numel() // content.shape[-1], content.shape[-1] * content.itemsize
+    args.q_content = binding.tensor_map(
+        op, content.data_ptr(), content.dtype, (128 // content.itemsize, rows, row_bytes // 128), (row_bytes, 128),
+        (128 // content.itemsize, TILE_ROWS, 1),
+    )  # fmt: skip
+    args.q_rope = binding.tensor_map(
+        op, rope.data_ptr(), rope.dtype, (rope.shape[-1], rows), (rope.shape[-1] * rope.itemsize,), (rope.shape[-1], TILE_ROWS)
+    )

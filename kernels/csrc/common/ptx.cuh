@@ -44,16 +44,16 @@ DEVICE void tma_4d(uint32_t dst, const void* map, uint32_t bar, int x, int y, in
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::"r"(dst),
       "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(t) : "memory");
 }
+DEVICE void tma_2d(uint32_t dst, const void* map, uint32_t bar, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(x), "r"(y) : "memory");
+}
 DEVICE void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "r"(bytes), "r"(bar) : "memory");
 }
 DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-// 16 bytes to shared memory without a register; zeros when `valid` is false (the source is not read then).
-DEVICE void copy16_async(uint32_t dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0) : "memory");
-}
-DEVICE void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 // Makes this thread's ordinary shared-memory stores visible to wgmma and TMA.
 DEVICE void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

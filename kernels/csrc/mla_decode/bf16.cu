@@ -1,7 +1,7 @@
 // MLA decode attention on the BF16 latent cache: the same contract, work list and combine as fp8.cu. sm_90a, persistent.
 //
 // Four warpgroups:
-//   WG0  warp 0 fetches pages by TMA; warp 1 clears the tail of a sequence's last page
+//   WG0  warp 0 fetches pages by TMA; warp 1 clears the tail of a sequence's last page; warp 2 fetches the next query
 //   WG1  S = Q K^T for one page of 64 tokens, row maximum, exponentials, P as bf16 to shared memory
 //   WG2, WG3  O = P V, 256 latent dims each, accumulated in place: the BF16 tensor core accumulates in FP32. V is the K
 //        tile read with the other major order, so no copy exists.
@@ -27,7 +27,7 @@ constexpr int O_Q = STAGES * STAGE_BYTES, O_P = O_Q + STAGE_BYTES, O_ALPHA = O_P
 constexpr int O_FLAG = O_ALPHA + ROWS * 4;  // [4] does any row of this warp change R
 constexpr int O_INVL = O_FLAG + 16;         // [64] 1 / l, 0 for rows without a visible token
 constexpr int O_BAR = O_INVL + ROWS * 4;
-constexpr int SMEM_BYTES = O_BAR + 8 * (5 * STAGES + 4);
+constexpr int SMEM_BYTES = O_BAR + 8 * (5 * STAGES + 6);
 extern "C" __device__ int mla_decode_bf16_smem = SMEM_BYTES;
 static_assert(SMEM_BYTES <= 232448, "shared memory of a Hopper SM");
 
@@ -42,6 +42,8 @@ struct Smem {
   DEVICE uint32_t p_empty() const { return bar(5 * STAGES + 1); }  // both PV warpgroups are done with them
   DEVICE uint32_t sums_full() const { return bar(5 * STAGES + 2); }   // 1 / l of the tile written
   DEVICE uint32_t sums_empty() const { return bar(5 * STAGES + 3); }  // both PV warpgroups have read it
+  DEVICE uint32_t q_full() const { return bar(5 * STAGES + 4); }      // query of a tile landed
+  DEVICE uint32_t q_empty() const { return bar(5 * STAGES + 5); }     // QK has read it for the last time
 };
 
 struct Range {
@@ -106,29 +108,25 @@ DEVICE void clear_tails(const DecodeArgs& a, Smem sm, int lane) {
   }
 }
 
-DEVICE void load_query(const DecodeArgs& a, Smem sm, const Tile& t, int thread) {
-  forget(thread);
-  const uint4* content = (const uint4*)a.q + t.global_row(a, 0) * (DIM / 8);
-  const uint4* rope = (const uint4*)a.q_rope + t.global_row(a, 0) * (ROPE / 8);
-  const uint4 zero = make_uint4(0, 0, 0, 0);
+// The query of each tile, as soon as QK has read the last one's for the last time. content map {64 bf16, rows, 8 chunks},
+// rope map {64 bf16, rows}. Rows past the sequence are some other sequence's, or zeros past the batch; nothing they give is
+// kept.
+DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
+  prefetch_map(&a.q_content);
+  prefetch_map(&a.q_rope);
+  const Range range(a);
+  int tiles = 0;
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    if (t.blocks == 0) continue;
+    mbar_wait(sm.q_empty(), (tiles++ & 1) ^ 1);
+    if (lane == 0) {
+      mbar_expect_tx(sm.q_full(), STAGE_BYTES);
 #pragma unroll
-  for (int part = 0; part < 4; part++) {
-    uint4 v[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int at = (part * 8 + i) * 128 + thread;
-      v[i] = at / 64 < t.rows ? content[at] : zero;
+      for (int c = 0; c < CHUNKS; c++) tma_3d(sm.base + O_Q + c * CHUNK, &a.q_content, sm.q_full(), 0, (int)t.global_row(a, 0), c);
+      tma_2d(sm.base + O_Q + CHUNKS * CHUNK, &a.q_rope, sm.q_full(), 0, (int)t.global_row(a, 0));
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-      const int at = (part * 8 + i) * 128 + thread, r = at >> 6, c = at & 63;
-      sts_u32x4(sm.base + O_Q + (c >> 3) * CHUNK + r * 128 + (((c & 7) ^ (r & 7)) << 4), v[i]);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int at = i * 128 + thread, r = at >> 3, c = at & 7;
-    sts_u32x4(sm.base + O_Q + CHUNKS * CHUNK + r * 128 + ((c ^ (r & 7)) << 4), r < t.rows ? rope[at] : zero);
+    __syncwarp();
   }
 }
 
@@ -138,18 +136,13 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
   const uint64_t dq = desc_sw128(sm.base + O_Q);
   const float c = a.softmax_scale_log2;
   const Range range(a);
-  int n = 0, tiles = 0;
+  int n = 0, tiles = 0, queries = 0;
 #pragma unroll 1
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
     const int pages = t.pages(), common = t.common_limit(a);
     float R0 = NEG, R1 = NEG, l0 = 0.f, l1 = 0.f;
-    if (t.blocks > 0) {
-      named_barrier(1, 128);  // every warp's QK of the previous tile has retired
-      load_query(a, sm, t, w * 32 + lane);
-      fence_async_proxy();
-      named_barrier(1, 128);
-    }
+    if (pages > 0) mbar_wait(sm.q_full(), queries++ & 1);
 #pragma unroll 1
     for (int i = 0; i < pages; i++, n++) {
       const int b = n & 1;
@@ -168,6 +161,7 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       wgmma_wait<0>();
       pin(S);
       if (lane == 0) mbar_arrive(sm.rope_empty(b));
+      if (lane == 0 && i + 1 == pages) mbar_arrive(sm.q_empty());
       const int base = (2 * t.begin + i) * PAGE;
       if (base + PAGE > common) {
         const int limit0 = t.limit(a, r0) - base - 2 * q, limit1 = t.limit(a, r0 + 8) - base - 2 * q;
@@ -219,22 +213,34 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
     }
 #pragma unroll
     for (int d = 1; d <= 2; d *= 2) l0 += __shfl_xor_sync(~0u, l0, d), l1 += __shfl_xor_sync(~0u, l1, d);
-    if (pages > 0) mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
+    mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
     if (q == 0) {
-      const bool any0 = pages > 0 && t.row_counts(a, r0) && l0 > 0.f, any1 = pages > 0 && t.row_counts(a, r0 + 8) && l1 > 0.f;
-      if (pages > 0)
-        sts_f32(sm.base + O_INVL + r0 * 4, any0 ? 1.f / l0 : 0.f), sts_f32(sm.base + O_INVL + r0 * 4 + 32, any1 ? 1.f / l1 : 0.f);
+      const bool any0 = t.row_counts(a, r0) && l0 > 0.f, any1 = t.row_counts(a, r0 + 8) && l1 > 0.f;
+      sts_f32(sm.base + O_INVL + r0 * 4, any0 ? 1.f / l0 : 0.f), sts_f32(sm.base + O_INVL + r0 * 4 + 32, any1 ? 1.f / l1 : 0.f);
       t.store_lse(a, r0, range.rank, any0 ? LN2 * (R0 + log2f(l0)) : -INFINITY_F);
       t.store_lse(a, r0 + 8, range.rank, any1 ? LN2 * (R1 + log2f(l1)) : -INFINITY_F);
     }
     __syncwarp();
-    if (lane == 0 && pages > 0) mbar_arrive(sm.sums_full());
+    if (lane == 0) mbar_arrive(sm.sums_full());
   }
 }
 
 // V as MN-major operand B, [64 tokens][256 dims]: chunks of 64 dims are CHUNK apart, groups of 8 tokens 1024 B.
 DEVICE uint64_t desc_v(uint32_t addr) {
   return (uint64_t)((addr & 0x3FFFF) >> 4) | ((uint64_t)(CHUNK >> 4) << 16) | ((uint64_t)(1024 >> 4) << 32) | (1ull << 62);
+}
+
+// Writes rows r0 and r0 + 8 of this thread. Selects, not products: a row that does not count may hold NaN.
+template <class T> DEVICE void write_rows(const float (&O)[2][64], T* out, float inv0, float inv1, int r0, int rows) {
+#pragma unroll
+  for (int h = 0; h < 2; h++)
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const float* o = O[h] + 4 * i;
+      T* at = out + h * 128 + 8 * i;
+      if (r0 < rows) store_pair(at, inv0 > 0.f ? o[0] * inv0 : 0.f, inv0 > 0.f ? o[1] * inv0 : 0.f);
+      if (r0 + 8 < rows) store_pair(at + 8 * DIM, inv1 > 0.f ? o[2] * inv1 : 0.f, inv1 > 0.f ? o[3] * inv1 : 0.f);
+    }
 }
 
 // Thread (w, g, q) owns rows r0 = 16w + g and r0 + 8; O[h][4i..4i+3] = dims 128h + 8i+2q, 8i+2q+1 of row r0, then of
@@ -252,7 +258,6 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
 #pragma unroll
       for (int i = 0; i < 64; i++) O[h][i] = 0.f;
     int left = Tile(a, piece, range.rank).pages();
-    const bool any = left > 0;
 #pragma unroll 1
     for (; left > 0; left--, n++) {
       const int b = n & 1;
@@ -279,21 +284,18 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.empty(b, half)), mbar_arrive(sm.p_empty());
     }
-    if (any) mbar_wait(sm.sums_full(), tiles++ & 1);
-    const Tile t(a, piece, range.rank);
-    const float inv0 = any ? lds_f32(sm.base + O_INVL + r0 * 4) : 0.f, inv1 = any ? lds_f32(sm.base + O_INVL + r0 * 4 + 32) : 0.f;
+    mbar_wait(sm.sums_full(), tiles++ & 1);
+    const float inv0 = lds_f32(sm.base + O_INVL + r0 * 4), inv1 = lds_f32(sm.base + O_INVL + r0 * 4 + 32);
     __syncwarp();
-    if (any && lane == 0) mbar_arrive(sm.sums_empty());
-#pragma unroll
-    for (int h = 0; h < 2; h++)
-#pragma unroll
-      for (int i = 0; i < 16; i++) {
-        const int dim = half * 256 + h * 128 + 8 * i + 2 * q;
-        const float* o = O[h] + 4 * i;
-        // Selects, not products: a row that does not count may hold NaN.
-        t.store_pair(a, r0, range.rank, dim, inv0 > 0.f ? o[0] * inv0 : 0.f, inv0 > 0.f ? o[1] * inv0 : 0.f);
-        t.store_pair(a, r0 + 8, range.rank, dim, inv1 > 0.f ? o[2] * inv1 : 0.f, inv1 > 0.f ? o[3] * inv1 : 0.f);
-      }
+    if (lane == 0) mbar_arrive(sm.sums_empty());
+    const Tile t(a, piece, range.rank);
+    const int dim = half * 256 + 2 * q, rows = t.rows_written();
+    if (t.partial())
+      write_rows(O, a.partial_out + t.partial_row(a, r0, range.rank) * DIM + dim, inv0, inv1, r0, rows);
+    else if (a.out_fp32)
+      write_rows(O, (float*)a.out + t.global_row(a, r0) * DIM + dim, inv0, inv1, r0, rows);
+    else
+      write_rows(O, (bf16*)a.out + t.global_row(a, r0) * DIM + dim, inv0, inv1, r0, rows);
   }
 }
 
@@ -307,6 +309,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_bf16(const __gri
       mbar_init(sm.empty(b, 0), 4), mbar_init(sm.empty(b, 1), 4);
     }
     mbar_init(sm.p_full(), 4), mbar_init(sm.p_empty(), 8), mbar_init(sm.sums_full(), 4), mbar_init(sm.sums_empty(), 8);
+    mbar_init(sm.q_full(), 1), mbar_init(sm.q_empty(), 4);
     mbar_init_fence();
   }
   __syncthreads();
@@ -316,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_bf16(const __gri
     setmaxnreg_dec<24>();
     if (w == 0) produce(a, sm, lane);
     if (w == 1) clear_tails(a, sm, lane);
+    if (w == 2) fetch_query(a, sm, lane);
   } else if (wg == 1) {
     setmaxnreg_inc<QK_REGS>();
     qk_softmax(a, sm, w, lane);

@@ -3,7 +3,7 @@
 #include "common/ptx.cuh"
 #include "mla_decode/work.cuh"
 
-constexpr int WARPS = 16, IN_FLIGHT = 2;
+constexpr int WARPS = 16, IN_FLIGHT = 4;
 
 struct CombineArgs {
   const int* work;
@@ -16,7 +16,7 @@ struct CombineArgs {
   float* lse;                 // [batch * rows]
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) combine_decode(const CombineArgs a) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) combine_decode(const CombineArgs a) {
   __shared__ float4 part[WARPS][DIM / 4];
   __shared__ float sums[WARPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, share = a.warps_per_row, mine = warp % share;

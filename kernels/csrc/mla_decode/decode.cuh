@@ -4,15 +4,14 @@
 #include "mla_decode/work.cuh"
 
 struct DecodeArgs {
-  CUtensorMap content, rope;  // paged cache, see each kernel's producer
+  CUtensorMap content, rope;      // paged cache, see each kernel's producer
+  CUtensorMap q_content, q_rope;  // the query's rows, see fetch_query
   const float* scales;        // [pages][64], FP8 only
   int64_t scale_stride;       // floats between pages
   const int* block_table;     // [batch][table_width]
   int64_t table_stride;       // ints between rows
   const int* num_query;       // [batch] live query rows, or null: all
   const int* work;
-  const void* q;              // [batch * query_len * heads][512], e4m3 or bf16
-  const bf16* q_rope;         // [batch * query_len * heads][64]
   const float* q_scale;       // [batch * query_len * heads], FP8 only
   void* out;                  // [batch * query_len * heads][512], bf16 or fp32
   float* lse;                 // [batch * query_len * heads], natural log
@@ -63,19 +62,14 @@ struct Tile {
     else
       a.partial_lse[partial_row(a, r, rank)] = value;
   }
-  // Two neighbouring dims of a row.
-  DEVICE void store_pair(const DecodeArgs& a, int r, int rank, int dim, float x, float y) const {
-    if (slot >= 0) {
-      *(float2*)(a.partial_out + partial_row(a, r, rank) * DIM + dim) = make_float2(x, y);
-    } else if (r < rows) {
-      const size_t at = global_row(a, r) * DIM + dim;
-      if (a.out_fp32)
-        *(float2*)((float*)a.out + at) = make_float2(x, y);
-      else
-        *(uint32_t*)((bf16*)a.out + at) = pack_bf16(x, y);
-    }
-  }
+  // Where row 0 of the tile goes: a partial result (all 64 rows are written), or the final one (rows that exist).
+  DEVICE bool partial() const { return slot >= 0; }
+  DEVICE int rows_written() const { return partial() ? ROWS : rows; }
 };
+
+// Two neighbouring dims of a row.
+DEVICE void store_pair(float* out, float x, float y) { *(float2*)out = make_float2(x, y); }
+DEVICE void store_pair(bf16* out, float x, float y) { *(uint32_t*)out = pack_bf16(x, y); }
 
 // Page numbers of a piece, read 32 at a time by one warp, one batch ahead of their use.
 struct PageReader {

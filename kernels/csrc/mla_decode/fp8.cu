@@ -192,51 +192,55 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
         l[h] = fmaf(l[h], alpha[h], sum * rounded[h]), x[h] = fmaf(x[h], alpha[h], sum * beta[h]);
       }
     }
-    if (t.blocks > 0) mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
+    mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int row = lane + 32 * h;
-      const bool any = t.blocks > 0 && t.row_counts(a, row) && l[h] > 0.f;
-      if (t.blocks > 0) sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
+      const bool any = t.row_counts(a, row) && l[h] > 0.f;
+      sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
       t.store_lse(a, row, range.rank, any ? LN2 * (R[h] - LOG2_448 + log2f(x[h])) : -INFINITY_F);
     }
     __syncwarp();
-    if (lane == 0 && t.blocks > 0) mbar_arrive(sm.sums_full());
+    if (lane == 0) mbar_arrive(sm.sums_full());
   }
 }
 
 // ---- WG0 warp 3: the query of each tile, as soon as QK has read the last one's for the last time -----------
+// content map {128 B, rows, 4 chunks}, rope map {64 bf16, rows}. Rows past the sequence are some other sequence's, or zeros
+// past the batch; nothing they give is kept.
 DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
+  prefetch_map(&a.q_content);
+  prefetch_map(&a.q_rope);
   const Range range(a);
   int tiles = 0;
-  for (int piece = range.first; piece <= range.last; piece++) {
-    const bool end = piece == range.last;
-    const Tile t(a, end ? range.first : piece, range.rank);
-    if (t.blocks == 0 && !end) continue;
-    const uint32_t rows = sm.base + O_ROW + (tiles & 1) * ROWS * 8, info = sm.base + O_TILE + (tiles & 1) * 16;
-    mbar_wait(sm.q_empty(), (tiles++ & 1) ^ 1);
-    if (!end) {
-      const uint8_t* content = (const uint8_t*)a.q + t.global_row(a, 0) * DIM + lane * 16;
-      for (int r = 0; r < ROWS; r++) {
-        const uint32_t dst = sm.base + O_Q + (lane >> 3) * ROWS * 128 + r * 128 + (((lane & 7) ^ (r & 7)) << 4);
-        copy16_async(dst, r < t.rows ? content + r * DIM : content, r < t.rows);
-      }
-      const uint8_t* rope = (const uint8_t*)(a.q_rope + t.global_row(a, 0) * ROPE) + (lane & 7) * 16;
-      for (int r = lane >> 3; r < ROWS; r += 4)
-        copy16_async(sm.base + O_QR + r * 128 + (((lane & 7) ^ (r & 7)) << 4), r < t.rows ? rope + r * 2 * ROPE : rope, r < t.rows);
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int r = lane + 32 * h;
-        const float c = r < t.rows ? a.q_scale[t.global_row(a, r)] * a.softmax_scale_log2 : 0.f;
-        sts_f32x2(rows + r * 8, make_float2(c, __int_as_float(t.limit(a, r))));
-      }
-    }
-    if (lane == 0) sts_u32x4(info, make_uint4(t.begin * BLOCK, end ? 0 : t.blocks, t.common_limit(a), 0));
-    copy_async_wait();
-    fence_async_proxy();
+  auto hand_over = [&](int first_token, int blocks, int common) {
+    if (lane == 0) sts_u32x4(sm.base + O_TILE + (tiles & 1) * 16, make_uint4(first_token, blocks, common, 0));
     __syncwarp();
+  };
+  for (int piece = range.first; piece < range.last; piece++) {
+    const Tile t(a, piece, range.rank);
+    if (t.blocks == 0) continue;
+    const int first = (int)t.global_row(a, 0);
+    mbar_wait(sm.q_empty(), (tiles & 1) ^ 1);
+    if (lane == 0) {
+      mbar_expect_tx(sm.q_full(), ROWS * (DIM + 2 * ROPE));
+#pragma unroll
+      for (int c = 0; c < 4; c++) tma_3d(sm.base + O_Q + c * ROWS * 128, &a.q_content, sm.q_full(), 0, first, c);
+      tma_2d(sm.base + O_QR, &a.q_rope, sm.q_full(), 0, first);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      const int r = lane + 32 * h;
+      const float c = r < t.rows ? a.q_scale[first + r] * a.softmax_scale_log2 : 0.f;
+      sts_f32x2(sm.base + O_ROW + (tiles & 1) * ROWS * 8 + r * 8, make_float2(c, __int_as_float(t.limit(a, r))));
+    }
+    hand_over(t.begin * BLOCK, t.blocks, t.common_limit(a));
     if (lane == 0) mbar_arrive(sm.q_full());
+    tiles++;
   }
+  mbar_wait(sm.q_empty(), (tiles & 1) ^ 1);
+  hand_over(0, 0, 0);  // no more tiles
+  if (lane < 2) mbar_arrive(sm.q_full());
 }
 
 // ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
@@ -381,23 +385,35 @@ DEVICE void promote(float (&O)[32], const float (&T)[32], uint32_t (&w)[8]) {
   }
 }
 
-// Writes a tile's result. Everything but O is derived anew, so that nothing else lives through the main loop.
-DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], int piece, int wg_thread, int half) {
-  forget(wg_thread), forget(piece);
-  const int w = wg_thread >> 5, g = (wg_thread & 31) >> 2, q = wg_thread & 3, rank = blockIdx.x % a.group;
-  const Tile t(a, piece, rank);
+// Writes a tile's result, a warp 16 dims of 64 rows. out: where row 0 of this thread's first dim goes.
+template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint32_t inverse, int q, int rows) {
+  out += 2 * q * DIM;
 #pragma unroll
   for (int i = 0; i < 8; i++) {
-    const int r = 8 * i + 2 * q;
-    const float2 inv = t.blocks > 0 ? lds_f32x2(sm.base + O_INVL + r * 4) : make_float2(0.f, 0.f);
+    const float2 inv = lds_f32x2(inverse + (8 * i + 2 * q) * 4);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
-      const int dim = half * 256 + s * 64 + 16 * w + 2 * g;
       // Selects, not products: a row that does not count may hold NaN.
-      t.store_pair(a, r, rank, dim, inv.x > 0.f ? O[s][4 * i] * inv.x : 0.f, inv.x > 0.f ? O[s][4 * i + 2] * inv.x : 0.f);
-      t.store_pair(a, r + 1, rank, dim, inv.y > 0.f ? O[s][4 * i + 1] * inv.y : 0.f, inv.y > 0.f ? O[s][4 * i + 3] * inv.y : 0.f);
+      const float x = inv.x > 0.f ? O[s][4 * i] * inv.x : 0.f, x1 = inv.x > 0.f ? O[s][4 * i + 2] * inv.x : 0.f;
+      const float y = inv.y > 0.f ? O[s][4 * i + 1] * inv.y : 0.f, y1 = inv.y > 0.f ? O[s][4 * i + 3] * inv.y : 0.f;
+      if (8 * i + 2 * q < rows) store_pair(out + 8 * i * DIM + s * 64, x, x1);
+      if (8 * i + 2 * q + 1 < rows) store_pair(out + (8 * i + 1) * DIM + s * 64, y, y1);
     }
   }
+}
+// Everything but O is derived anew, so that nothing else lives through the main loop.
+DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], int piece, int wg_thread, int half) {
+  forget(wg_thread), forget(piece);
+  const int q = wg_thread & 3, rank = blockIdx.x % a.group;
+  const int dim = half * 256 + 16 * (wg_thread >> 5) + 2 * ((wg_thread & 31) >> 2);
+  const Tile t(a, piece, rank);
+  const uint32_t inverse = sm.base + O_INVL;
+  if (t.partial())
+    write_rows(O, a.partial_out + t.partial_row(a, 0, rank) * DIM + dim, inverse, q, ROWS);
+  else if (a.out_fp32)
+    write_rows(O, (float*)a.out + t.global_row(a, 0) * DIM + dim, inverse, q, t.rows);
+  else
+    write_rows(O, (bf16*)a.out + t.global_row(a, 0) * DIM + dim, inverse, q, t.rows);
 }
 
 DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
@@ -406,7 +422,6 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
 #pragma unroll 1
   for (int piece = Range(a).first; piece < Range(a).last; piece++) {
     int left = Tile(a, piece, blockIdx.x % a.group).blocks;
-    const bool any = left > 0;
     float O[4][32];
 #pragma unroll
     for (int s = 0; s < 4; s++)
@@ -473,10 +488,10 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
     }
-    if (any) mbar_wait(sm.sums_full(), tiles++ & 1);
+    mbar_wait(sm.sums_full(), tiles++ & 1);
     write_result(a, sm, O, piece, w * 32 + lane, half);
     __syncwarp();
-    if (any && (threadIdx.x & 31) == 0) mbar_arrive(sm.sums_empty());
+    if ((threadIdx.x & 31) == 0) mbar_arrive(sm.sums_empty());
   }
 }
 
@@ -490,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
       mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4), mbar_init(sm.factors(b), 1);
       mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
     }
-    mbar_init(sm.q_full(), 1), mbar_init(sm.q_empty(), 4), mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
+    mbar_init(sm.q_full(), 2), mbar_init(sm.q_empty(), 4), mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
     mbar_init_fence();
   }
   __syncthreads();
