@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,15 +12,17 @@ import pytest
 import torch
 
 from engine.block_manager import BlockManager
-from engine.config import SchedulerConfig
+from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.executor import Executor
+from engine.executor import Executor, WorkerInfo, build_worker
 from engine.messages import AddRequest, RequestFailed, TokenLogprob
-from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from models.parallel import ParallelContext
+from tests.comparator import assert_same_tokens, top2_gaps
+from tests.engine.plan_driver import Driver
 from tests.engine.stub_model import VOCAB, StubModel, stub_runner
+from tests.reference_checkpoints import Reference, reference_checkpoint, references
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
 
@@ -36,11 +39,11 @@ class Outcome:
 
 
 class Engine:
-    """Scheduler, core, executor and a runner around any model."""
+    """Scheduler and core around an executor of any model."""
 
     def __init__(
         self,
-        runner: ModelRunner,
+        executor: Executor,
         *,
         vocab_size: int = VOCAB,
         max_model_len: int = 1024,
@@ -49,7 +52,6 @@ class Engine:
         asynchronous: bool = False,
         **scheduler: int | str,
     ) -> None:
-        parallel = ParallelContext.single()
         self.blocks = BlockManager(num_blocks, prefix_cache)
         self.scheduler = Scheduler(
             SchedulerConfig(**scheduler),
@@ -58,7 +60,7 @@ class Engine:
             vocab_size=vocab_size,
             seed=3,  # type: ignore[arg-type]
         )
-        self.core = EngineCore(self.scheduler, Executor(runner, parallel), asynchronous=asynchronous)
+        self.core = EngineCore(self.scheduler, executor, asynchronous=asynchronous)
         self.outcomes: dict[str, Outcome] = {}
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **kw) -> None:
@@ -99,7 +101,7 @@ class Engine:
 def stub_engine(device: str = "cpu", num_blocks: int = 200, broken_token: int = -1, **kw) -> Engine:
     rows = kw.setdefault("max_num_seqs", 64)
     runner = stub_runner(StubModel(device, broken_token), num_blocks=num_blocks, max_num_seqs=rows, context_tokens=128)
-    return Engine(runner, num_blocks=num_blocks, **kw)
+    return Engine(Executor(runner, ParallelContext.single()), num_blocks=num_blocks, **kw)
 
 
 def prompts_of(count: int, seed: int = 0, shared: int = 0, longest: int = 260) -> list[list[int]]:
@@ -249,3 +251,120 @@ def test_prompt_logprobs_are_complete_whatever_the_chunks(features: dict) -> Non
         values = torch.tensor([entry.logprob for entry in scored], dtype=torch.float64)
         want = exact[:-1].gather(1, torch.tensor((prompt + got)[1:])[:, None])[:, 0]
         torch.testing.assert_close(values, want, atol=1e-4, rtol=0)
+
+
+# ---- real models: tiny checkpoints in published layout, tokens and logits by transformers
+
+
+@functools.cache
+def worker(variant: str, cache_format: str, num_blocks: int = 300, max_num_seqs: int = 64) -> tuple[Executor, WorkerInfo]:
+    """Built once: between tests its tables are empty, whatever the cache still holds."""
+    scheduler = SchedulerConfig(max_num_seqs=max_num_seqs)
+    return build_worker(
+        EngineConfig(
+            model=str(reference_checkpoint(variant)), device="cpu", cache_format=cache_format, num_cache_blocks=num_blocks,
+            max_model_len=1024, scheduler=scheduler,
+        ),
+        ParallelContext.single(),
+    )  # fmt: skip
+
+
+def model_engine(variant: str, cache_format: str, num_blocks: int = 300, **kw) -> Engine:
+    """An engine that uses `num_blocks` of the worker's 300 blocks."""
+    executor, info = worker(variant, cache_format)
+    return Engine(
+        executor, vocab_size=info.model_config.vocab_size, max_model_len=info.max_model_len, num_blocks=num_blocks,
+        **{"max_num_seqs": 64, **kw},
+    )  # fmt: skip
+
+
+MODEL_FEATURES = {
+    "prefix cache": {},
+    "one at a time": {"prefix_cache": False, "max_num_seqs": 1},
+    "chunks of 64": {"prefix_cache": False, "prefill_chunk": 64},
+    "chunks of 17 with prefix cache": {"prefill_chunk": 17},
+    "preemption": {"num_blocks": 10},
+    "async": {"asynchronous": True},
+    "async preemption": {"asynchronous": True, "num_blocks": 10, "prefix_cache": False},
+}
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+@pytest.mark.parametrize("features", MODEL_FEATURES.values(), ids=MODEL_FEATURES)
+@pytest.mark.parametrize("variant", ["deepseek_v3-tiny", "longcat_flash-tiny"])
+def test_models_give_the_reference_s_tokens_with_every_feature(variant: str, features: dict) -> None:
+    """FP32 and the exact cache: every token equals transformers', which knows none of the features."""
+    refs = references(variant)
+    engine = model_engine(variant, "fp32", **features)
+    for _ in range(1 + features.get("prefix_cache", True)):  # the second time from the prefix cache
+        for ref, got in zip(refs, engine.run([ref.prompt for ref in refs], greedy(40))):
+            assert_same_tokens(got, ref.generated[:40], label=f"prompt of {len(ref.prompt)}: ")
+    outcomes = list(engine.outcomes.values())
+    assert not features.get("num_blocks") or sum(o.num_preemptions for o in outcomes) > 0
+    assert not features.get("prefix_cache", True) or outcomes[-1].num_cached_tokens >= 256
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3-tiny", "longcat_flash-tiny"])
+def test_a_batch_of_64_gives_the_tokens_of_a_batch_of_one(variant: str) -> None:
+    """Report P09: the same prompts alone and among 63 others, all decoding at once."""
+    refs = [ref for ref in references(variant) if len(ref.prompt) < 200]
+    batch = [refs[i % len(refs)] for i in range(64)]
+    got = model_engine(variant, "fp32", prefix_cache=False).run([ref.prompt for ref in batch], greedy(24))
+    for tokens, ref in zip(got, batch):
+        assert_same_tokens(tokens, ref.generated[:24], label=f"prompt of {len(ref.prompt)}: ")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_seeded_sampling_of_a_model_does_not_depend_on_its_neighbours(asynchronous: bool) -> None:
+    """Report P11: one seed, the same text alone, in a batch, and in chunks with preemptions."""
+    refs = references("deepseek_v3-tiny")
+    params = [SamplingParams(seed=i, max_tokens=24, temperature=0.8, top_p=0.95, ignore_eos=True) for i in range(len(refs))]
+    prompts = [ref.prompt for ref in refs]
+    alone = [model_engine("deepseek_v3-tiny", "fp32").run([prompt], p)[0] for prompt, p in zip(prompts, params)]
+    for features in ({}, {"prefill_chunk": 33, "num_blocks": 9}):
+        assert model_engine("deepseek_v3-tiny", "fp32", asynchronous=asynchronous, **features).run(prompts, params) == alone
+
+
+FP8_TOKENS = 32
+
+
+def forced_logits(variant: str, cache_format: str, ref: Reference, chunk: int) -> torch.Tensor:
+    """Logits FP32 [FP8_TOKENS, vocab] while the reference's own tokens are fed one by one, the prompt in chunks before."""
+    driver = Driver(worker(variant, cache_format)[0]._runner)
+    recorded: list[torch.Tensor] = []
+    compute = driver.runner.model.logits
+    driver.runner.model.logits = lambda hidden: recorded.append(compute(hidden)) or recorded[-1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        driver.start(0, len(ref.prompt))
+        for at in range(0, len(ref.prompt), chunk):
+            part = ref.prompt[at : at + chunk]
+            driver.run(prefills=[driver.step_of(0, part, sample=at + chunk >= len(ref.prompt))])
+        for token in ref.generated[: FP8_TOKENS - 1]:
+            driver.run([driver.step_of(0, [token])])
+        driver.free(0)
+        driver.run()
+    finally:
+        driver.runner.model.logits = compute  # type: ignore[method-assign]
+    return torch.cat(recorded)
+
+
+@pytest.mark.parametrize("variant", ["deepseek_v3-slim", "longcat_flash-slim"])
+def test_fp8_cache_is_bounded_and_its_tokens_are_explained(variant: str) -> None:
+    """Decision 9: tokens equal the exact ones up to the first whose top-2 gap the noise measured there can flip.
+
+    Random routers are full of near-ties, so the noise has a long tail: it is measured per position, teacher-forced.
+    """
+    ref = references(variant)[-1]
+    exact = ref.logits[len(ref.prompt) - 1 : -1][:FP8_TOKENS]
+    gaps = top2_gaps(exact)
+    assert float((forced_logits(variant, "fp32", ref, 64) - exact).abs().max()) < 1e-4 * ref.logit_range
+    errors = [forced_logits(variant, "fp8", ref, chunk) - exact for chunk in (64, 1000)]
+    assert all(0 < float(error.pow(2).mean().sqrt()) < 0.03 * ref.logit_range for error in errors)
+    noise = torch.stack(errors).abs().amax((0, 2)).tolist()
+    relative = [gap / most for gap, most in zip(gaps, noise)]
+    for features in ({}, {"prefill_chunk": 64, "num_blocks": 8}, {"asynchronous": True, "prefix_cache": False}):
+        for tokens in model_engine(variant, "fp8", **features).run([ref.prompt] * 2, greedy(FP8_TOKENS)):
+            assert_same_tokens(tokens, ref.generated[:FP8_TOKENS], gaps=relative, noise=1.0, label=f"{features}: ")
