@@ -184,7 +184,8 @@ def _normal_message(message: Message, index: int, arguments_as_object: bool) -> 
     given = {name: value for name, value in message.items() if value is not None} if isinstance(message, dict) else {}
     if unknown := sorted(given.keys() - MESSAGE_FIELDS):
         raise RequestRejected(f"{at}: field {unknown[0]!r} is not supported", param="messages")
-    role = ROLE_ALIASES.get(given.get("role", ""), given.get("role"))
+    role = given.get("role")
+    role = ROLE_ALIASES.get(role, role) if isinstance(role, str) else role
     if role not in ROLES:
         raise RequestRejected(f"{at}: role must be one of {', '.join((*ROLES, *ROLE_ALIASES))}, got {role!r}", param="messages")
     if "content" not in given and not (role == "assistant" and (given.get("tool_calls") or given.get("reasoning_content"))):
