@@ -80,8 +80,8 @@ class FakeDevice:
         for new in plan.new_sequences:
             assert new.row not in self.rows and 0 <= new.row < self.config.max_num_seqs
             assert new.params.seed is not None
-            assert len(new.known_token_ids) in (0, new.num_prompt_tokens + new.num_output_tokens)
-            assert bool(new.known_token_ids) == new.params.needs_token_counts
+            needs_history = new.params.needs_token_counts or new.params.grammar is not None
+            assert len(new.known_token_ids) == (new.num_prompt_tokens + new.num_output_tokens if needs_history else 0)
             self.rows[new.row] = _Row(new)
         steps = plan.decodes + plan.prefills
         assert len({step.row for step in steps}) == len(steps)

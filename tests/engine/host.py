@@ -77,7 +77,7 @@ class Host:
         self.blocks.check_invariants()
         return outputs
 
-    def run(self, most_steps: int = 5000) -> None:
+    def run(self, most_steps: int = 60_000) -> None:
         while self.core.has_work:
             self.step()
             most_steps -= 1

@@ -58,6 +58,7 @@ class EngineMachine(RuleBasedStateMachine):
         logprobs=st.sampled_from([None, 0]),
         prompt_logprobs=st.sampled_from([None, None, 0]),
         penalty=st.sampled_from([1.0, 1.1]),
+        grammar=st.sampled_from([None, None, "{}"]),
     )
     def add(
         self,
@@ -72,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         logprobs: int | None,
         prompt_logprobs: int | None,
         penalty: float,
+        grammar: str | None,
     ) -> None:
         self.count += 1
         message = request(
@@ -87,6 +89,7 @@ class EngineMachine(RuleBasedStateMachine):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             repetition_penalty=penalty,
+            grammar=grammar,
         )
         before = self.host.scheduler.stats()
         try:
@@ -133,6 +136,9 @@ class EngineMachine(RuleBasedStateMachine):
             len(self.host.messages[name].prompt_token_ids) + len(self.host.tokens[name]) for name in live
         )
         assert stats.generation_tokens == sum(map(len, self.host.tokens.values()))
+        for _, waiting in self.host.scheduler._waiting:
+            assert waiting.row == -1 and not waiting.block_ids and not waiting.decoding
+            assert waiting.num_computed == waiting.num_pending == waiting.num_registered == 0
 
     def teardown(self) -> None:
         if not hasattr(self, "host"):
@@ -382,7 +388,7 @@ def test_load_beyond_capacity_drains(host: Host, data: st.DataObject) -> None:
             host.add(message)
         except RequestRejected as error:
             assert error.code == "queue_full"
-    host.run(most_steps=60_000)
+    host.run()
     host.check()
 
 
