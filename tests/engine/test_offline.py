@@ -201,13 +201,13 @@ def test_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_killed_at_half_and_started_again(tmp_path: Path) -> None:
+def test_killed_at_half_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real command on the demo model, killed with SIGKILL at half of 200 lines: every line exactly once."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     bodies = [{"prompt": f"Verse {i}", "max_tokens": 2 + i % 3, "seed": i} for i in range(199)]
     source.write_bytes(b"\n".join([*encoded(*bodies), b"{broken"]) + b"\n")
     command = [sys.executable, "-m", "engine.offline", "--input", str(source), "--output", str(target), "--quiet"]
-    command += ["--model", "demo", "--device", "cpu", "--max-num-seqs", "8", "--cache-memory-bytes", str(64 << 20)]
+    command += ["--model", "demo", "--device", "cpu", "--max-num-seqs", "16", "--cache-memory-bytes", str(64 << 20)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
     while process.poll() is None and (not target.exists() or target.read_bytes().count(b"\n") < 100):
@@ -227,5 +227,5 @@ def test_killed_at_half_and_started_again(tmp_path: Path) -> None:
         if record["response"]:
             index = int(record["id"].split("-")[0]) - 1
             assert 1 <= record["response"]["body"]["usage"]["completion_tokens"] <= bodies[index]["max_tokens"]
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert "all 200 lines are done" in again.stdout and len(target.read_bytes().splitlines()) == 200
+    assert main(command[3:]) == 0
+    assert "all 200 lines are done" in capsys.readouterr().out and len(target.read_bytes().splitlines()) == 200
