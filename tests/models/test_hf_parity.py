@@ -98,11 +98,11 @@ def test_one_step_mixes_decode_rows_and_prefill_chunks(variant) -> None:
     refs = references(variant)
     driver = Driver(model, config)
     long, middle = refs[-1].ids, refs[-2].ids
-    driver.step(prefills={0: long[:200], 1: middle[:100], 2: long[:70]})
-    hidden = driver.step(decodes={0: long[200:203], 1: middle[100:103]}, prefills={2: long[70:110], 3: middle[:65]})
+    driver.step(prefills={0: long[:200], 1: middle[:90], 2: long[:70]})
+    hidden = driver.step(decodes={0: long[200:203], 1: middle[90:93]}, prefills={2: long[70:110], 3: middle[:65]})
     got = model.logits(hidden)
     want = torch.cat(
-        (refs[-1].logits[200:203], refs[-2].logits[100:103], refs[-1].logits[70:110], refs[-2].logits[:65])
+        (refs[-1].logits[200:203], refs[-2].logits[90:93], refs[-1].logits[70:110], refs[-2].logits[:65])
     )  # fmt: skip
     assert_logits_within(got, want, TOLERANCE * refs[-1].logit_range)
 
