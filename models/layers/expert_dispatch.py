@@ -43,7 +43,9 @@ class ExpertDispatch:
             row_mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
         return self.own_rows(row_mask, agreed_rows)
 
-    def gather(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def gather(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rows, router weights (FP32) and expert ids (int32) of all ranks; the last two share one collective."""
         if self.parallel.world_size == 1:
             return x, weights, ids

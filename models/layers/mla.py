@@ -58,7 +58,7 @@ class MLA:
         """[T, D] -> [T, D]; writes this step's keys into the layer's cache."""
         meta, cache = batch.attention, batch.caches[self.cache_index]
         q, latent, k_rope = ops.linear(x, self.input_proj).split(self.widths, dim=-1)
-        if self.q_b is not None:
+        if self.q_norm is not None and self.q_b is not None:
             q = ops.linear(self.q_norm(q), self.q_b)
         q = q.unflatten(-1, (self.heads, -1))
         rows, decode_rows = x.shape[0], meta.num_decode_tokens
