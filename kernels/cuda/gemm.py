@@ -20,12 +20,11 @@ from kernels.errors import KernelContractError
 from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Weight
 
 TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
-TILE_ROWS = 128  # weight rows of a tile: TILE_ROWS of csrc/gemm/schedule.cuh
 STREAM_MAX_TOKENS = 128  # above it a second token tile would read the weights again
 _STREAM_THREADS, _THREADS, _NORM_THREADS = 288, 256, 512
-_BLOCKS_A_CTA, _TILES_A_CTA = 16, 8  # BLOCKS_A_CTA of quantize.cuh, TILES_A_CTA of finish.cu and experts.cu
+_BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu and experts.cu
 _MAX_NORM_WIDTH = 16384
-_LEAST_UNITS = 4  # 16 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
+_LEAST_UNITS = 2  # 32 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
 
 
 class QuantizedArgs(ctypes.Structure):
@@ -38,8 +37,8 @@ class ProductArgs(ctypes.Structure):
     """Product of csrc/gemm/schedule.cuh, its Schedule flattened."""
 
     _fields_ = (
-        ("row_tiles", c_int), ("k_blocks", c_int), ("ctas", c_int), ("token_tile", c_int),
-        ("partial", c_void_p), ("out", c_void_p), ("n", c_int), ("_pad", c_int),
+        ("tile_rows", c_int), ("row_tiles", c_int), ("k_blocks", c_int), ("ctas", c_int), ("token_tile", c_int),
+        ("n", c_int), ("partial", c_void_p), ("out", c_void_p),
     )  # fmt: skip
 
 
@@ -58,8 +57,8 @@ class _StreamArgs(ctypes.Structure):
     _fields_ = (
         ("w", binding.TensorMap), ("x", binding.TensorMap), ("x_scale", binding.TensorMap),
         ("w_scale", c_void_p), ("out", c_void_p), ("partial", c_void_p), ("groups", c_void_p),
-        ("experts", c_int), ("rows", c_int), ("n", c_int), ("row_tiles", c_int), ("k_blocks", c_int), ("out_fp32", c_int),
-        ("_pad", c_int * 2),
+        ("experts", c_int), ("rows", c_int), ("n", c_int), ("row_tiles", c_int), ("k_blocks", c_int),
+        ("scale_rows", c_int), ("out_fp32", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -80,7 +79,7 @@ def quantize_1x128(x: torch.Tensor) -> QuantizedActivation:
     if x.shape[0]:
         args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0))
         name = "quantize_bf16" if x.dtype is torch.bfloat16 else "quantize_fp32"
-        _launch("quantize", name, x.device, block_grid(x.shape[0], x.shape[1]), _THREADS, args)
+        _launch("quantize", name, x.device, block_grid(x.shape[0], x.shape[1]), _THREADS, args, overlap=True)
     return q
 
 
@@ -96,7 +95,15 @@ def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
     q = empty_activation(gate_up.shape[0], width, gate_up.device)
     if gate_up.shape[0]:
         args = _QuantizeArgs(gate_up.data_ptr(), quantized_args(q), gate_up.stride(0))
-        _launch("quantize", "silu_mul_quantize_bf16", gate_up.device, block_grid(gate_up.shape[0], width), _THREADS, args)
+        _launch(
+            "quantize",
+            "silu_mul_quantize_bf16",
+            gate_up.device,
+            block_grid(gate_up.shape[0], width),
+            _THREADS,
+            args,
+            overlap=True,
+        )
     return q
 
 
@@ -133,7 +140,7 @@ def rms_norm_quantized(
             x.data_ptr(), binding.pointer(residual), weight.data_ptr(), None if residual is None else total.data_ptr(),
             binding.pointer(normalized), quantized_args(q), eps,
         )  # fmt: skip
-        _launch("quantize", "rms_norm_quantize", x.device, rows, _NORM_THREADS, args)
+        _launch("quantize", "rms_norm_quantize", x.device, rows, _NORM_THREADS, args, overlap=True)
     return NormQuantized(q, total, normalized)
 
 
@@ -153,9 +160,9 @@ def block_grid(rows: int, width: int) -> int:
     return rows * -(-width // (WEIGHT_BLOCK * _BLOCKS_A_CTA))
 
 
-def tile_grid(rows: int, n: int) -> int:
-    """CTAs of the kernels with a warp a row and 128 output columns."""
-    return rows * -(-n // (TILE_ROWS * _TILES_A_CTA))
+def column_grid(rows: int, n: int) -> int:
+    """CTAs of the kernels with a thread a row and four output columns."""
+    return rows * -(-n // _COLUMNS_A_CTA)
 
 
 def _require_rows(op: str, x: torch.Tensor) -> None:
@@ -218,13 +225,18 @@ def _dense(
     product = stream(x, x_scale, w.unsqueeze(0), w_scale, out, token_tile=tile, groups=None)
     if _is_split(product.args, -(-rows // tile)):
         name = "finish_bf16" if dtype is torch.bfloat16 else "finish_fp32"
-        _launch("gemm_finish", name, x.device, tile_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
+        _launch("gemm_finish", name, x.device, column_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
     return out
 
 
 def token_tile(rows: int) -> int:
     """Token tile of a dense product."""
     return next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
+
+
+def tile_rows(token_tile: int) -> int:
+    """Weight rows of a tile: Ring::TILE_ROWS of csrc/gemm/stream.cuh."""
+    return 256 if token_tile < 128 else 128
 
 
 @dataclass(frozen=True)
@@ -254,20 +266,21 @@ def stream(
     experts, n, k = w.shape
     rows, fp8 = x.shape[0], x_scale is not None
     kind, width = ("fp8", 128) if fp8 else ("bf16", 64)
-    row_tiles, k_blocks, ctas = -(-n // TILE_ROWS), -(-k // width), binding.sm_count(w.device.index)
+    height, k_blocks, ctas = tile_rows(token_tile), -(-k // width), binding.sm_count(w.device.index)
+    row_tiles = -(-n // height)
     if groups is None:
         ctas = max(1, min(ctas, row_tiles * -(-rows // token_tile) * k_blocks // _LEAST_UNITS))
-    partial = torch.empty(ctas, 2, token_tile, TILE_ROWS, device=w.device)
-    product = ProductArgs(row_tiles, k_blocks, ctas, token_tile, partial.data_ptr(), out.data_ptr(), n)
+    partial = torch.empty(ctas, 2, token_tile, height, device=w.device)
+    product = ProductArgs(height, row_tiles, k_blocks, ctas, token_tile, n, partial.data_ptr(), out.data_ptr())
     args = _StreamArgs()
-    args.w = _map(w, (k, n, experts), (k, n * k), (width, TILE_ROWS, 1))
+    args.w = _map(w, (k, n, experts), (k, n * k), (width, height, 1))
     args.x = _map(x, (k, rows), (k,), (width, token_tile))
     if x_scale is not None and w_scale is not None:
         stride = x_scale.stride(1)
         args.x_scale = binding.tensor_map(
             "linear", x_scale.data_ptr(), torch.float32, (rows, k_blocks), (4 * stride,), (token_tile, 1), swizzle=False
         )
-        args.w_scale = w_scale.data_ptr()
+        args.w_scale, args.scale_rows = w_scale.data_ptr(), w_scale.shape[-2]
     args.out, args.partial, args.groups = out.data_ptr(), partial.data_ptr(), binding.pointer(groups)
     args.experts, args.rows, args.n = experts, rows, n
     args.row_tiles, args.k_blocks, args.out_fp32 = row_tiles, k_blocks, int(out.dtype is torch.float32)

@@ -21,6 +21,7 @@ from kernels.layout import BlockScaledWeight, QuantizedActivation, Weight
 MAX_EXPERTS = 512  # local experts; MAX_EXPERTS of csrc/gemm/schedule.cuh
 MAX_PAIRS = 32768  # token and expert pairs of one pass: bounds the workspace at about 1 GB for DeepSeek-V3
 _MAX_ROUTED = 1024  # experts a router may choose from
+_ROW_ALIGNMENT = 4  # an expert's first row: TMA takes scales from 16-byte boundaries only
 _SORT_THREADS, _ROUTE_WARPS, _THREADS = 1024, 4, 256
 
 
@@ -91,7 +92,7 @@ def route(
         tokens, experts, top_k, num_groups, top_groups, int(scoring == "sigmoid"), int(normalize), scaling_factor,
     )  # fmt: skip
     size = next(s for s in (256, 512, 1024) if s >= experts)
-    _launch("route", f"route_{size}", logits.device, -(-tokens // _ROUTE_WARPS), 32 * _ROUTE_WARPS, args)
+    _launch("route", f"route_{size}", logits.device, -(-tokens // _ROUTE_WARPS), 32 * _ROUTE_WARPS, args, overlap=True)
     return weights, ids
 
 
@@ -169,25 +170,26 @@ def _one_pass(
     experts, width, hidden = gate_up_data.shape
     inner = width // 2
     token_tile = _expert_tile(tokens)
+    capacity = pairs + (_ROW_ALIGNMENT - 1) * min(experts, pairs)
 
     groups = torch.empty(2, experts + 1, dtype=torch.int32, device=device)
     places = torch.empty(pairs, dtype=torch.int32, device=device)
-    row_experts = torch.empty(pairs, dtype=torch.int32, device=device)
+    row_experts = torch.empty(capacity, dtype=torch.int32, device=device)
     sort = _SortArgs(
         ids.data_ptr(), groups.data_ptr(), places.data_ptr(), row_experts.data_ptr(), pairs, first_expert, experts, token_tile
     )
-    _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort)
+    _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort, overlap=True)
 
-    rows, rows_scale, to, copy = _empty_rows(pairs, hidden, device, quantized=gate_up_scale is not None)
+    rows, rows_scale, to, copy = _empty_rows(capacity, hidden, device, quantized=gate_up_scale is not None)
     scatter = _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
     _launch("moe", f"scatter_{_kind(gate_up_scale)}", device, gemm.block_grid(tokens, hidden), _THREADS, scatter, overlap=True)
-    both = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
+    both = torch.empty(capacity, width, dtype=torch.bfloat16, device=device)
     product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
 
-    gated, gated_scale, to, copy = _empty_rows(pairs, inner, device, quantized=down_scale is not None)
+    gated, gated_scale, to, copy = _empty_rows(capacity, inner, device, quantized=down_scale is not None)
     gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts, 0)
-    _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(pairs, inner), _THREADS, gate, overlap=True)
-    each = torch.empty(pairs, hidden, dtype=torch.bfloat16, device=device)
+    _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(capacity, inner), _THREADS, gate, overlap=True)
+    each = torch.empty(capacity, hidden, dtype=torch.bfloat16, device=device)
     product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)
 
     combine = _CombineArgs(
@@ -200,7 +202,7 @@ def _one_pass(
         experts,
         top_k,
     )
-    _launch("moe", "combine_experts", device, gemm.tile_grid(tokens, hidden), _THREADS, combine, overlap=True)
+    _launch("moe", "combine_experts", device, gemm.column_grid(tokens, hidden), _THREADS, combine, overlap=True)
 
 
 def _expert_tile(tokens: int) -> int:
@@ -213,13 +215,13 @@ def _expert_tile(tokens: int) -> int:
 
 
 def _empty_rows(
-    pairs: int, width: int, device: torch.device, *, quantized: bool
+    count: int, width: int, device: torch.device, *, quantized: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, gemm.QuantizedArgs, int | None]:
     """Room for sorted rows: (data, scale, and where the kernel that fills them finds either form)."""
     if quantized:
-        q: QuantizedActivation = gemm.empty_activation(pairs, width, device)
+        q: QuantizedActivation = gemm.empty_activation(count, width, device)
         return q.data, q.scale, gemm.quantized_args(q), None
-    rows = torch.empty(pairs, width, dtype=torch.bfloat16, device=device)
+    rows = torch.empty(count, width, dtype=torch.bfloat16, device=device)
     return rows, None, gemm.QuantizedArgs(None, None, width, 0), rows.data_ptr()
 
 

@@ -8,8 +8,8 @@ struct QuantizeArgs {
 };
 
 template <class T, bool SILU> DEVICE void quantize(const QuantizeArgs& a) {
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const int width = a.to.width;
   const RowBlock at(width);
   const int column = at.column();
@@ -49,8 +49,8 @@ constexpr int NORM_THREADS = 512, NORM_BLOCKS = NORM_THREADS / BLOCK_LANES, NORM
 // One CTA a row, the row in registers.
 extern "C" __global__ void __launch_bounds__(NORM_THREADS) rms_norm_quantize(const NormArgs a) {
   __shared__ float warp_sums[NORM_THREADS / 32];
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const int row = blockIdx.x, lane = threadIdx.x % BLOCK_LANES, first = threadIdx.x / BLOCK_LANES, width = a.to.width;
   const int64_t start = (int64_t)row * width;
   float v[NORM_PASSES][8], squares = 0.f;

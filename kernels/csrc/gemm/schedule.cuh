@@ -1,8 +1,8 @@
 // Who computes what in a streaming product, as arithmetic that the product and the kernels after it share.
 //
-// A product is a list of tiles, 128 weight rows by NT tokens: expert by expert, row tile by row tile, token tiles
+// A product is a list of tiles, 128 or 256 weight rows by NT tokens: expert by expert, row tile by row tile, token tiles
 // innermost so that neighbours read the same weights. A tile is k_blocks units; a unit is one 128-byte-wide block of its
-// 128 weight rows. Every CTA takes an equal run of units, so all stream the same number of bytes, whatever the shape. A
+// weight rows. Every CTA takes an equal run of units, so all stream the same number of bytes, whatever the shape. A
 // tile whose units lie in one CTA is written at once. Any other tile is written as FP32 partial sums, and the next kernel
 // adds them in CTA order, so results never depend on timing.
 //
@@ -10,7 +10,7 @@
 #pragma once
 #include "common/types.cuh"
 
-constexpr int TILE_ROWS = 128, MAX_EXPERTS = 512;
+constexpr int MAX_EXPERTS = 512;
 
 // Rows of a product by expert, as the sort leaves them in device memory; a dense product has one expert.
 struct Groups {
@@ -20,7 +20,7 @@ struct Groups {
 };
 
 struct Schedule {
-  int row_tiles, k_blocks, ctas, token_tile;  // token_tile: NT
+  int tile_rows, row_tiles, k_blocks, ctas, token_tile;  // token_tile: NT
 };
 
 // Equal runs: the first `extra` CTAs take each + 1 units, the others `each`.
@@ -43,9 +43,9 @@ DEVICE uint2 pack_bf16x4(float4 v) { return make_uint2(pack_bf16(v.x, v.y), pack
 // A product as the kernel after it reads it.
 struct Product {
   Schedule schedule;
-  const float* partial;  // [ctas, 2, NT, 128]
-  void* out;             // [rows, n]; tiles that one CTA computed are already in place
   int n;
+  const float* partial;  // [ctas, 2, NT, tile_rows]
+  void* out;             // [rows, n]; tiles that one CTA computed are already in place
 };
 
 // Columns col .. col + 3 (col a multiple of 4) of the token at place `column` of tile `tile`, summed over the CTAs that
@@ -54,8 +54,8 @@ DEVICE bool add_partials(const Product& p, const Runs& runs, int tile, int colum
   const Schedule& s = p.schedule;
   const int unit = tile * s.k_blocks, first = runs.owner(unit), last = runs.owner(unit + s.k_blocks - 1);
   if (first == last) return false;
-  const float* at = p.partial + (int64_t)column * TILE_ROWS + col % TILE_ROWS;
-  const int64_t slot = s.token_tile * TILE_ROWS;
+  const float* at = p.partial + (int64_t)column * s.tile_rows + col % s.tile_rows;
+  const int64_t slot = s.token_tile * s.tile_rows;
   sum = *(const float4*)(at + (2 * first + 1) * slot);
 #pragma unroll 4
   for (int cta = first + 1; cta <= last; cta++) {

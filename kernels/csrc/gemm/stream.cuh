@@ -1,7 +1,8 @@
 // Y = X W^T for few tokens: a kernel that streams weights. Dense and grouped (experts), FP8 128 x 128 blocks and BF16.
 //
-// Operands are swapped: 128 weight rows are the M side of wgmma (two warpgroups of 64) and NT = 8 .. 128 tokens its N
-// side, so a single token does not waste the tensor core and the weights arrive once, by TMA, into a ring of stages.
+// Operands are swapped: 256 weight rows are the M side of wgmma (two warpgroups of 2 x 64) and NT = 8 .. 128 tokens its N
+// side, so a single token does not waste the tensor core and the weights arrive once, by TMA, into a ring of stages. At
+// 128 tokens the sums of 256 rows do not fit in registers, so there tiles are of 128.
 // One warp fetches, two warpgroups multiply. FP8: the tensor core keeps about 14 bits, so each block of 128 channels
 // starts a fresh accumulator, which is then multiplied by its two scales and folded into FP32 registers.
 //
@@ -11,14 +12,14 @@
 #include "gemm/wgmma.cuh"
 
 struct StreamArgs {
-  CUtensorMap w;         // [experts, N, K], box 128 bytes x 128 rows, SWIZZLE_128B
+  CUtensorMap w;         // [experts, N, K], box 128 bytes x tile_rows, SWIZZLE_128B
   CUtensorMap x;         // [rows, K], box 128 bytes x NT rows, SWIZZLE_128B
   CUtensorMap x_scale;   // FP8: FP32 [k_blocks, rows], box NT x 1
-  const float* w_scale;  // FP8: [experts, row_tiles, k_blocks]
+  const float* w_scale;  // FP8: [experts, scale_rows, k_blocks]
   void* out;             // BF16 (or FP32) [rows, N]
-  float* partial;        // [ctas, 2, NT, 128]
+  float* partial;        // [ctas, 2, NT, tile_rows]
   const int* groups;     // [2, experts + 1]: Groups.offsets, Groups.tiles; null for a dense product
-  int experts, rows, n, row_tiles, k_blocks;
+  int experts, rows, n, row_tiles, k_blocks, scale_rows;
   int out_fp32;
 };
 
@@ -26,6 +27,8 @@ constexpr int CONSUMER_WARPS = 8, THREADS = 32 * (CONSUMER_WARPS + 1);
 
 // Shared memory: the ring, then the x scales of the ring, then barriers and the group tables.
 template <int NT, bool FP8> struct Ring {
+  static constexpr int ROW_BLOCKS = NT < 128 ? 2 : 1;  // of 64 rows a warpgroup
+  static constexpr int TILE_ROWS = 2 * 64 * ROW_BLOCKS;
   static constexpr int W_BYTES = TILE_ROWS * 128, X_BYTES = NT * 128, SCALE_BYTES = FP8 ? NT * 4 : 0;
   static constexpr int STAGE_BYTES = W_BYTES + X_BYTES, FETCH_BYTES = STAGE_BYTES + SCALE_BYTES;
   static constexpr int TABLE_BYTES = 2 * (MAX_EXPERTS + 1) * 4, BUDGET = 232448 - 1024 - TABLE_BYTES - 512;
@@ -68,6 +71,14 @@ struct Cursor {
   }
 };
 
+// Weights: read once, so they must not push the activations out of the L2 cache.
+template <bool ONCE> DEVICE void tma_weights(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
+  constexpr uint64_t EVICT_FIRST = 0x12F0000000000000ull;  // the encoding createpolicy gives
+  if (!ONCE) return tma_3d(dst, map, bar, x, y, z);
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3,%4,%5}], [%2], "
+      "%6;" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "l"(EVICT_FIRST) : "memory");
+}
 DEVICE void tma_plane(uint32_t dst, const void* map, uint32_t bar, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];" ::"r"(dst),
@@ -80,7 +91,8 @@ template <int NT, bool FP8> DEVICE void fetch(const StreamArgs& a, Cursor cursor
   const uint32_t full = base + R::BARRIERS_AT, empty = full + R::STAGES * 8;
   const auto fetch_w = [&](const Cursor& c, int stage) {
     mbar_expect_tx(full + stage * 8, R::FETCH_BYTES);
-    tma_3d(base + stage * R::STAGE_BYTES, &a.w, full + stage * 8, c.k * K_STEP, c.row_tile * TILE_ROWS, c.expert);
+    tma_weights<(NT < 128)>(
+        base + stage * R::STAGE_BYTES, &a.w, full + stage * 8, c.k * K_STEP, c.row_tile * R::TILE_ROWS, c.expert);
   };
   const auto fetch_x = [&](const Cursor& c, int stage) {
     const int row = offsets[c.expert] + c.token_tile * NT;
@@ -107,7 +119,7 @@ DEVICE uint32_t transpose_8x8(uint32_t v) {
   return r;
 }
 
-// A whole tile: 64 rows of this warpgroup by `valid` tokens, to out[first + token][row].
+// Of a whole tile: the 16 rows of this warp by `valid` tokens, to out[first + token][row].
 template <int NT> DEVICE void store_tile(const StreamArgs& a, const float (&sum)[NT / 2], int row, int first, int valid) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -132,8 +144,9 @@ template <int NT> DEVICE void store_tile(const StreamArgs& a, const float (&sum)
   }
 }
 
-// A part of a tile: FP32 sums to the slot, [token][row of the tile].
-template <int NT> DEVICE void store_partial(float* slot, const float (&sum)[NT / 2], int row_in_tile, int valid) {
+// Of a part of a tile: FP32 sums to the slot, [token][row of the tile].
+template <int NT, int TILE_ROWS>
+DEVICE void store_partial(float* slot, const float (&sum)[NT / 2], int row_in_tile, int valid) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
 #pragma unroll
   for (int i = 0; i < NT / 8; i++) {
@@ -147,20 +160,24 @@ template <int NT> DEVICE void store_partial(float* slot, const float (&sum)[NT /
 
 template <int NT, bool FP8> DEVICE void multiply(const StreamArgs& a, Cursor cursor, int units, const int* offsets, uint32_t base) {
   using R = Ring<NT, FP8>;
+  constexpr int BLOCKS = R::ROW_BLOCKS;
   const uint32_t full = base + R::BARRIERS_AT, empty = full + R::STAGES * 8;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, q = lane % 4;
-  const int row_in_tile = 16 * warp;  // warps 0-3 are the upper 64 rows, 4-7 the lower: 16 rows each
-  const uint32_t w_at = (warp / 4) * 64 * 128;
+  const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, q = lane % 4;
+  const int group_row = group * 64 * BLOCKS;  // of the tile; its rows share one weight scale
   int stage = 0, phase = 0;
   for (int done = 0; done < units;) {
     const int k_begin = cursor.k, steps = min(a.k_blocks - k_begin, units - done);
-    const float* w_scale = FP8 ? a.w_scale + ((int64_t)cursor.expert * a.row_tiles + cursor.row_tile) * a.k_blocks + k_begin : nullptr;
-    // The tile's weight scales, 32 blocks a warp register, the next 32 asked for early.
+    // The weight scales of these rows, 32 blocks a warp register, the next 32 asked for early.
+    const int scale_row = min((cursor.row_tile * R::TILE_ROWS + group_row) / 128, a.scale_rows - 1);
+    const float* w_scale = FP8 ? a.w_scale + ((int64_t)cursor.expert * a.scale_rows + scale_row) * a.k_blocks + k_begin : nullptr;
     float scales = 0.f, next_scales = 0.f;
     if (FP8 && lane < steps) next_scales = w_scale[lane];
-    float sum[NT / 2];
+    float sum[BLOCKS][NT / 2];
 #pragma unroll
-    for (int i = 0; i < NT / 2; i++) sum[i] = 0.f;
+    for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+      for (int i = 0; i < NT / 2; i++) sum[b][i] = 0.f;
+    }
     for (int step = 0; step < steps; step++) {
       if (FP8 && step % 32 == 0) {
         scales = next_scales;
@@ -168,38 +185,48 @@ template <int NT, bool FP8> DEVICE void multiply(const StreamArgs& a, Cursor cur
       }
       mbar_wait(full + stage * 8, phase);
       const uint32_t tile = base + stage * R::STAGE_BYTES;
-      const uint64_t w = desc_sw128(tile + w_at), x = desc_sw128(tile + R::W_BYTES);
+      const uint64_t w = desc_sw128(tile + group_row * 128), x = desc_sw128(tile + R::W_BYTES);
+      constexpr int NEXT_BLOCK = 64 * 128 / 16;  // descriptors count in 16 bytes
       if (FP8) {
-        float block[NT / 2];
+        float block[BLOCKS][NT / 2];
         wgmma_fence();
-        Wgmma<NT>::fp8_zero(block, w, x);
-        Wgmma<NT>::fp8(block, w + 2, x + 2);
-        Wgmma<NT>::fp8(block, w + 4, x + 4);
-        Wgmma<NT>::fp8(block, w + 6, x + 6);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+          Wgmma<NT>::fp8_zero(block[b], w + b * NEXT_BLOCK, x);
+#pragma unroll
+          for (int k = 2; k < 8; k += 2) Wgmma<NT>::fp8(block[b], w + b * NEXT_BLOCK + k, x + k);
+        }
         wgmma_commit();
         const float scale = __shfl_sync(~0u, scales, step % 32);
         const uint32_t x_scales = base + R::SCALES_AT + stage * R::SCALE_STRIDE + 8 * q;
         wgmma_wait<0>();
-        pin(block);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) pin(block[b]);
 #pragma unroll
         for (int i = 0; i < NT / 8; i++) {
           const float2 s = lds_f32x2(x_scales + 32 * i);
           const float even = s.x * scale, odd = s.y * scale;
-          sum[4 * i] = fmaf(block[4 * i], even, sum[4 * i]);
-          sum[4 * i + 1] = fmaf(block[4 * i + 1], odd, sum[4 * i + 1]);
-          sum[4 * i + 2] = fmaf(block[4 * i + 2], even, sum[4 * i + 2]);
-          sum[4 * i + 3] = fmaf(block[4 * i + 3], odd, sum[4 * i + 3]);
+#pragma unroll
+          for (int b = 0; b < BLOCKS; b++) {
+            sum[b][4 * i] = fmaf(block[b][4 * i], even, sum[b][4 * i]);
+            sum[b][4 * i + 1] = fmaf(block[b][4 * i + 1], odd, sum[b][4 * i + 1]);
+            sum[b][4 * i + 2] = fmaf(block[b][4 * i + 2], even, sum[b][4 * i + 2]);
+            sum[b][4 * i + 3] = fmaf(block[b][4 * i + 3], odd, sum[b][4 * i + 3]);
+          }
         }
       } else {
-        pin(sum);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) pin(sum[b]);
         wgmma_fence();
-        Wgmma<NT>::bf16(sum, w, x);
-        Wgmma<NT>::bf16(sum, w + 2, x + 2);
-        Wgmma<NT>::bf16(sum, w + 4, x + 4);
-        Wgmma<NT>::bf16(sum, w + 6, x + 6);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+#pragma unroll
+          for (int k = 0; k < 8; k += 2) Wgmma<NT>::bf16(sum[b], w + b * NEXT_BLOCK + k, x + k);
+        }
         wgmma_commit();
         wgmma_wait<0>();
-        pin(sum);
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) pin(sum[b]);
       }
       __syncwarp();
       if (lane == 0) mbar_arrive(empty + stage * 8);
@@ -207,11 +234,15 @@ template <int NT, bool FP8> DEVICE void multiply(const StreamArgs& a, Cursor cur
     }
     const int first = offsets[cursor.expert] + cursor.token_tile * NT;
     const int valid = min(NT, offsets[cursor.expert + 1] - first);
-    if (steps == a.k_blocks) {
-      store_tile<NT>(a, sum, cursor.row_tile * TILE_ROWS + row_in_tile, first, valid);
-    } else {
-      const int64_t slot = 2 * blockIdx.x + (k_begin == 0);
-      store_partial<NT>(a.partial + slot * NT * TILE_ROWS, sum, row_in_tile, valid);
+    float* slot = a.partial + (int64_t)(2 * blockIdx.x + (k_begin == 0)) * NT * R::TILE_ROWS;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+      const int row = group_row + 64 * b + 16 * warp;
+      if (steps == a.k_blocks) {
+        store_tile<NT>(a, sum[b], cursor.row_tile * R::TILE_ROWS + row, first, valid);
+      } else {
+        store_partial<NT, R::TILE_ROWS>(slot, sum[b], row, valid);
+      }
     }
     done += steps;
     cursor.k += steps - 1;

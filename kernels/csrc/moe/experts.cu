@@ -12,8 +12,8 @@ struct ScatterArgs {
 
 // Each token's row to the places of its local pairs, quantized once. Grid: tokens x groups of 16 blocks.
 template <bool FP8> DEVICE void scatter(const ScatterArgs& a) {
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const int width = a.to.width;
   const RowBlock at(width);
   const int token = at.row, block = at.block, column = at.column();
@@ -57,7 +57,7 @@ struct Place {
 // Columns n .. n + 3 of a sorted row, rounded to BF16 whichever way they come.
 DEVICE float4 read4(const Product& p, const Runs& runs, const Place& place, int row, int n) {
   float4 v;
-  if (add_partials(p, runs, place.tile(p.schedule.row_tiles, n / TILE_ROWS), place.column, n, v)) return unpack_bf16x4(pack_bf16x4(v));
+  if (add_partials(p, runs, place.tile(p.schedule.row_tiles, n / p.schedule.tile_rows), place.column, n, v)) return unpack_bf16x4(pack_bf16x4(v));
   return unpack_bf16x4(*(const uint2*)((const bf16*)p.out + (int64_t)row * p.n + n));
 }
 
@@ -70,16 +70,18 @@ struct GateArgs {
   int experts, rows;       // rows: of a dense MLP
 };
 
-// silu(gate) * up of every row, quantized for the down product. Grid: pairs (rows) x groups of 16 blocks.
+// silu(gate) * up of every row, quantized for the down product. Grid: rows x groups of 16 blocks.
 template <bool FP8> DEVICE void gate(const GateArgs& a) {
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const int width = a.to.width;
   const RowBlock at(width);
   const int row = at.row, block = at.block, column = at.column();
   if (row >= (a.groups ? a.groups[a.experts] : a.rows)) return;
+  const int expert = a.groups ? a.row_experts[row] : 0;
+  if (expert < 0) return;
   const Schedule& s = a.product.schedule;
-  const Place place = a.groups ? Place(a.groups, a.experts, a.row_experts[row], row, s.token_tile) : Place(a.rows, row, s.token_tile);
+  const Place place = a.groups ? Place(a.groups, a.experts, expert, row, s.token_tile) : Place(a.rows, row, s.token_tile);
   const Runs runs(s.row_tiles * (a.groups ? a.groups[2 * a.experts + 1] : place.tiles_here) * s.k_blocks, s.ctas);
   float v[8];
   zero8(v);
@@ -115,16 +117,16 @@ struct CombineArgs {
   int experts, top_k;
 };
 
-constexpr int COMBINE_THREADS = 256, TILES_A_CTA = COMBINE_THREADS / 32;
+constexpr int COMBINE_THREADS = 256, COLUMNS_A_CTA = COMBINE_THREADS * 4;
 
-// Weighted sum over a token's local pairs, in the order of its choices. Grid: tokens x groups of 8 row tiles.
+// Weighted sum over a token's local pairs, in the order of its choices. Grid: tokens x groups of 1024
+// columns.
 extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine_experts(const CombineArgs a) {
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const Schedule& s = a.product.schedule;
-  const int chunks = (s.row_tiles + TILES_A_CTA - 1) / TILES_A_CTA;
-  const int token = blockIdx.x / chunks, row_tile = blockIdx.x % chunks * TILES_A_CTA + threadIdx.x / 32;
-  const int n = row_tile * TILE_ROWS + 4 * (threadIdx.x % 32);
+  const int chunks = (a.product.n + COLUMNS_A_CTA - 1) / COLUMNS_A_CTA;
+  const int token = blockIdx.x / chunks, n = blockIdx.x % chunks * COLUMNS_A_CTA + 4 * threadIdx.x;
   if (n >= a.product.n) return;
   const Runs runs(s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks, s.ctas);
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);

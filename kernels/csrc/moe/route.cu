@@ -25,13 +25,12 @@ DEVICE uint32_t order(float f) {
 constexpr uint32_t ORDER_OF_MINUS_INF = 0x007FFFFFu;
 
 // Lanes whose first lane of a group is set: the groups to keep. `lanes` lanes share a group.
-DEVICE uint32_t best_groups(const RouteArgs& a, const float* scores, int lanes) {
+DEVICE uint32_t best_groups(const RouteArgs& a, const float* choices, int lanes) {
   const int lane = threadIdx.x % 32, group = lane / lanes, size = a.experts / a.groups;
   float best = -INFINITY_F, second = -INFINITY_F;
   if (group < a.groups) {
     for (int i = lane % lanes; i < size; i += lanes) {
-      const int e = group * size + i;
-      const float c = scores[e] + (a.bias ? a.bias[e] : 0.f);
+      const float c = choices[group * size + i];
       if (c > best) second = best, best = c;
       else if (c > second) second = c;
     }
@@ -50,21 +49,22 @@ DEVICE uint32_t best_groups(const RouteArgs& a, const float* scores, int lanes) 
 }
 
 template <int PER_LANE> DEVICE void route(const RouteArgs& a) {
-  __shared__ float all_scores[ROUTE_WARPS][32 * PER_LANE];
+  __shared__ float all_scores[ROUTE_WARPS][32 * PER_LANE], all_choices[ROUTE_WARPS][32 * PER_LANE];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, token = blockIdx.x * ROUTE_WARPS + warp;
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   if (token >= a.tokens) return;
   const int64_t out = (int64_t)token * a.top_k;
   if (a.live && !a.live[token]) {
     if (lane < a.top_k) a.ids[out + lane] = -1, a.weights[out + lane] = 0.f;
     return;
   }
-  float* scores = all_scores[warp];
-  float v[PER_LANE], largest = -INFINITY_F, total = 0.f;
+  float *scores = all_scores[warp], *choices = all_choices[warp];
+  float v[PER_LANE], bias[PER_LANE], largest = -INFINITY_F, total = 0.f;
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++) {
     const int e = 32 * j + lane;
+    bias[j] = a.bias && e < a.experts ? a.bias[e] : 0.f;
     v[j] = e < a.experts ? a.logits[(int64_t)token * a.experts + e] : -INFINITY_F;
     largest = fmaxf(largest, v[j]);
   }
@@ -80,19 +80,19 @@ template <int PER_LANE> DEVICE void route(const RouteArgs& a) {
     for (int j = 0; j < PER_LANE; j++) v[j] /= total;
   }
 #pragma unroll
-  for (int j = 0; j < PER_LANE; j++) scores[32 * j + lane] = v[j];
+  for (int j = 0; j < PER_LANE; j++) scores[32 * j + lane] = v[j], choices[32 * j + lane] = v[j] += bias[j];
   __syncwarp();
 
   int lanes = 1;
   while (2 * lanes * a.groups <= 32) lanes *= 2;
-  const uint32_t kept = a.groups > 1 ? best_groups(a, scores, lanes) : ~0u;
+  const uint32_t kept = a.groups > 1 ? best_groups(a, choices, lanes) : ~0u;
   uint32_t keys[PER_LANE];
 #pragma unroll
   for (int j = 0; j < PER_LANE; j++) {
     const int e = 32 * j + lane;
     keys[j] = 0;
     if (e >= a.experts) continue;
-    keys[j] = order(v[j] + (a.bias ? a.bias[e] : 0.f));
+    keys[j] = order(v[j]);
     if (a.groups > 1 && !(kept >> (e / (a.experts / a.groups) * lanes) & 1)) keys[j] = ORDER_OF_MINUS_INF;
   }
   int id = 0;  // lane k's choice

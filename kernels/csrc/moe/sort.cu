@@ -1,5 +1,6 @@
 // Token and expert pairs by expert, on the device: counts, offsets, token tiles, and every pair's place. One CTA.
-// Ids outside the local experts (remote, zero-computation, padding) get place -1 and cost nothing from here on.
+// Ids outside the local experts (remote, zero-computation, padding) get place -1 and cost nothing from here on. Every
+// expert begins at a multiple of 4 rows, since TMA takes scales from 16-byte boundaries only; rows between are nobody's.
 // The order of pairs inside an expert is whatever the atomics give; no result depends on it.
 #include "common/ptx.cuh"
 #include "gemm/schedule.cuh"
@@ -8,16 +9,16 @@ constexpr int SORT_THREADS = 1024;
 
 struct SortArgs {
   const int* ids;    // [pairs] global expert ids
-  int* groups;       // [2, experts + 1] token offsets, token tiles
+  int* groups;       // [2, experts + 1] first rows, first token tiles
   int* places;       // [pairs] row of the pair among the sorted ones, or -1
-  int* row_experts;  // [pairs] local expert of each sorted row
+  int* row_experts;  // [sorted rows] local expert of each sorted row, -1 for nobody's
   int pairs, first_expert, experts, token_tile;
 };
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const SortArgs a) {
   __shared__ int counts[MAX_EXPERTS], warp_rows[MAX_EXPERTS / 32], warp_tiles[MAX_EXPERTS / 32];
-  allow_next_kernel();
   wait_for_previous_kernel();
+  allow_next_kernel();
   const int t = threadIdx.x;
   if (t < MAX_EXPERTS) counts[t] = 0;
   __syncthreads();
@@ -30,7 +31,8 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const Sort
   const int lane = t % 32, warp = t / 32;
   int rows = 0, tiles = 0, rows_to = 0, tiles_to = 0;
   if (t < MAX_EXPERTS) {
-    rows = t < a.experts ? counts[t] : 0, tiles = (rows + a.token_tile - 1) / a.token_tile;
+    const int pairs = t < a.experts ? counts[t] : 0;
+    tiles = (pairs + a.token_tile - 1) / a.token_tile, rows = (pairs + 3) / 4 * 4;
     rows_to = rows, tiles_to = tiles;
     for (int d = 1; d < 32; d *= 2) {
       const int r = __shfl_up_sync(~0u, rows_to, d), s = __shfl_up_sync(~0u, tiles_to, d);
@@ -41,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const Sort
   __syncthreads();
   if (t < MAX_EXPERTS) {
     for (int w = 0; w < warp; w++) rows_to += warp_rows[w], tiles_to += warp_tiles[w];
+    for (int gap = counts[t]; t < a.experts && gap < rows; gap++) a.row_experts[rows_to - rows + gap] = -1;
     counts[t] = rows_to - rows;
     if (t < a.experts) {
       a.groups[t + 1] = rows_to;
