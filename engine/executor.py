@@ -30,6 +30,7 @@ from models.causal_lm import load_model
 from models.config import ModelConfig, ModelConfigError, load_model_config
 from models.parallel import ParallelContext
 
+IDLE = Agreement(rows=0, sequences=0, query_len=1, decode_only=True, any_work=False)
 _USEFUL_CACHES = 4  # more than this many times all rows at full length is never cached: a small model leaves memory free
 
 
@@ -40,7 +41,7 @@ class Executor:
     """
 
     def __init__(self, runner: ModelRunner, parallel: ParallelContext) -> None:
-        self.agreement = Agreement(rows=0, decode_only=True, any_work=False)
+        self.agreement = IDLE
         self._runner = runner
         self._parallel = parallel
         self._pending: deque[PendingStep] = deque()
@@ -61,7 +62,7 @@ class Executor:
     def request_stop(self) -> None:
         """End the followers: at once with one replica, else with the next plan, when all replicas learn of it."""
         if self._parallel.dp == 1 and not self._stop:
-            self.agreement = Agreement(rows=0, decode_only=True, any_work=False, stop=True)
+            self.agreement = msgspec.structs.replace(IDLE, stop=True)
             self._tell_followers(StepPlan(step=-1, agreement=self.agreement))
         self._stop = True
 
@@ -76,10 +77,22 @@ class Executor:
             self._runner.run(plan)
 
     def _agree(self, plan: StepPlan) -> Agreement:
-        mine = [plan.num_lines, not plan.prefills, not plan.is_empty, self._stop, plan.draft_depth]
-        rows, decode_only, any_work, stop, depth = zip(*self._parallel.leaders_all_gather([int(value) for value in mine]))
-        # Once anybody stops nothing is run any more: the ranks that stop would be missing in its collectives.
-        return Agreement(max(rows), all(decode_only), any(any_work) and not any(stop), any(stop), max(depth))
+        prefill_tokens = sum(step.num_tokens for step in plan.prefills)
+        mine = [len(plan.decodes), plan.query_len, prefill_tokens, not plan.is_empty, self._stop, plan.draft_depth]
+        decodes, query_lens, prefills, works, stops, depths = zip(
+            *self._parallel.leaders_all_gather([int(value) for value in mine])
+        )
+        query_len, stop = max(query_lens), any(stops)
+        return Agreement(
+            rows=max(sequences * query_len + tokens for sequences, tokens in zip(decodes, prefills)),
+            sequences=max(decodes),
+            query_len=query_len,
+            decode_only=not any(prefills),
+            # Once anybody stops nothing is run any more: the ranks that stop would be missing in its collectives.
+            any_work=any(works) and not stop,
+            stop=stop,
+            draft_depth=max(depths),
+        )
 
     def _tell_followers(self, plan: StepPlan) -> None:
         if self._parallel.tp > 1:
@@ -175,7 +188,11 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
         dtype=str(dtype).removeprefix("torch."),
         asynchronous=config.async_scheduling and device.type == "cuda",
     )
-    return Executor(runner(allocate(num_blocks)), parallel), info
+    model_runner = runner(allocate(num_blocks))
+    if config.cuda_graphs and device.type == "cuda" and config.kernels != "reference":
+        # The reference operations choose their work on the host, which a capture cannot record.
+        model_runner.capture_graphs(show_progress=parallel.rank == 0)
+    return Executor(model_runner, parallel), info
 
 
 class _Grammars:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from engine.cuda_graph import GraphRunner, capture_sizes
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
@@ -183,6 +184,7 @@ class ModelRunner:
         self._leads = parallel.tp_rank == 0
         self._sampling = SamplingState(self._vocab_size, device, matcher)
         self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
+        self._graphs: GraphRunner | None = None
         self._drafter: Drafter | None = None
         if num_speculative_tokens:
             self._drafter = Drafter(
@@ -207,7 +209,7 @@ class ModelRunner:
             timer.stop()
             return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)]), [], timer)
         inputs = self._fill(plan)
-        hidden = self.model.forward(inputs.batch)
+        hidden = self._forward(plan, inputs.batch)
         sampled_rows = [step.row for step in plan.decodes for _ in range(plan.query_len)]
         sampled_rows += [step.row for step in plan.prefills if step.sample]
         scored = self._score_prompts(plan, hidden)
@@ -239,6 +241,29 @@ class ModelRunner:
         )
         self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
         return pending
+
+    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
+        if self._graphs is None:
+            return self.model.forward(batch)
+        shape = plan.agreement
+        if shape is None:
+            return self._graphs.forward(batch, None if plan.prefills else len(plan.decodes))
+        return self._graphs.forward(batch, shape.sequences if shape.decode_only else None)
+
+    def capture_graphs(self, *, show_progress: bool) -> float:
+        """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same."""
+        self._graphs = GraphRunner(
+            self.model.forward,
+            self.cache.layers,
+            sizes=capture_sizes(len(self._num_blocks)),
+            query_lens=(1,) if self._drafter is None else (1, 1 + self._drafter.tokens.shape[1]),
+            max_blocks=self._block_table.shape[1],
+            null_block=self.cache.null_block,
+            num_heads=self._local_heads,
+            fmt=self.cache.format,
+            device=self.device,
+        )
+        return self._graphs.capture(show_progress)
 
     def _keep_tokens(self, plan: StepPlan, inputs: _Inputs, tokens: torch.Tensor) -> torch.Tensor | None:
         """Store each sequence's last token. Returns the accepted drafts of each decode sequence, None without drafts."""

@@ -64,7 +64,9 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """What replicas agree on before a step: the same on every rank of every replica."""
 
-    rows: int  # largest row count of any replica; everybody's padded size
+    rows: int  # most lines of any replica; everybody's padded size
+    sequences: int  # most decode sequences of any replica
+    query_len: int  # lines of every decode sequence, on all replicas
     decode_only: bool  # no replica has prefill rows, so a graph may be replayed
     any_work: bool
     stop: bool = False
@@ -96,6 +98,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     @property
     def query_len(self) -> int:
         """Lines of every decode sequence; those with fewer drafts than others are padded."""
+        if self.agreement is not None:
+            return self.agreement.query_len
         return 1 + max((s.num_drafts for s in self.decodes), default=0)
 
     @property

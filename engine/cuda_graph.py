@@ -1,0 +1,148 @@
+"""CUDA graphs of decode steps: the model's forward captured per (sequences, lines per sequence), replayed on static inputs.
+
+Models do not know about graphs: the same `forward` is captured. The split plan is made inside the graph from lengths on
+the device, so a replay follows them. A step runs padded up to the next captured size; padded sequences have length 0, slot
+-1 and no experts. Steps with prefill, or with more sequences than were captured, run eagerly.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+from engine.errors import ConfigError
+from kernels import ops
+from kernels.layout import CacheFormat, LatentCache
+from models.batch import AttentionMetadata, ForwardBatch
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences to capture, ascending: dense where batches are small."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs + 1, 32)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    hidden: torch.Tensor
+
+
+class GraphRunner:
+    """Captured forwards of one rank. `forward` has the model's signature and falls back to it for what was not captured.
+
+    query_lens: lines per sequence to capture, for example (1,) or (1, 3)
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[ForwardBatch], torch.Tensor],
+        caches: list[LatentCache],
+        *,
+        sizes: list[int],
+        query_lens: tuple[int, ...],
+        max_blocks: int,
+        null_block: int,
+        num_heads: int,
+        fmt: CacheFormat,
+        device: torch.device,
+    ) -> None:
+        self._eager, self._caches = forward, caches
+        self._sizes, self._query_lens = sizes, query_lens
+        self._num_heads, self._format = num_heads, fmt
+        most, lines = sizes[-1], sizes[-1] * max(query_lens)
+        self._ids = torch.zeros(lines, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(lines, dtype=torch.int64, device=device)
+        self._slots = torch.full((lines,), -1, dtype=torch.int64, device=device)
+        self._live = torch.zeros(lines, dtype=torch.bool, device=device)
+        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
+        self._num_query = torch.zeros(most, dtype=torch.int32, device=device)
+        self._block_table = torch.full((most, max_blocks), null_block, dtype=torch.int32, device=device)
+        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @torch.inference_mode()
+    def capture(self, show_progress: bool) -> float:
+        """Capture every size, largest first, in one memory pool. Returns the seconds it took.
+
+        Raises ConfigError naming the flags when memory runs out.
+        """
+        started = time.perf_counter()
+        keys = [(size, query_len) for query_len in self._query_lens for size in reversed(self._sizes)]
+        for size, query_len in tqdm(keys, "Capturing graphs", disable=not show_progress, file=sys.stderr, leave=False):
+            try:
+                self._graphs[size, query_len] = self._capture(size, query_len)
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"capturing the graph of {size} sequences ran out of device memory: lower --memory-fraction or "
+                    "--max-num-seqs, or pass --no-cuda-graphs"
+                ) from error
+        return time.perf_counter() - started
+
+    def _capture(self, size: int, query_len: int) -> _Captured:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._eager(self._static_batch(size, query_len))  # compiles kernels and fills allocator caches outside the capture
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            hidden = self._eager(self._static_batch(size, query_len))
+        return _Captured(graph, hidden)
+
+    def _static_batch(self, size: int, query_len: int) -> ForwardBatch:
+        lines = size * query_len
+        seq_lens = self._seq_lens[:size]
+        attention = AttentionMetadata(
+            num_decode_seqs=size,
+            query_len=query_len,
+            slots=self._slots[:lines],
+            block_table=self._block_table[:size],
+            seq_lens=seq_lens,
+            num_query=self._num_query[:size] if query_len > 1 else None,
+            decode_plan=ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._num_heads, fmt=self._format),
+            prefill=None,
+        )
+        return ForwardBatch(
+            self._ids[:lines], self._positions[:lines], attention, self._caches, row_mask=self._live[:lines], ep_rows=lines
+        )
+
+    def padded_size(self, num_sequences: int, query_len: int) -> int | None:
+        """Sequences of the smallest captured graph that holds the step; None when it runs eagerly."""
+        if query_len not in self._query_lens:
+            return None
+        return next((size for size in self._sizes if size >= num_sequences and (size, query_len) in self._graphs), None)
+
+    def forward(self, batch: ForwardBatch, num_sequences: int | None) -> torch.Tensor:
+        """Hidden states [T, D], computed by the graph of at least `num_sequences` sequences if there is one.
+
+        num_sequences: the most of any replica, so that all replay the same shape; None when any replica has prefill.
+        The result is valid until the next call.
+        """
+        meta = batch.attention
+        size = self.padded_size(num_sequences, meta.query_len) if num_sequences is not None else None
+        if size is None:
+            return self._eager(batch)
+        count, lines, all_lines = meta.num_decode_seqs, batch.num_tokens, size * meta.query_len
+        captured = self._graphs[size, meta.query_len]
+        self._ids[:lines].copy_(batch.input_ids)
+        self._positions[:lines].copy_(batch.positions)
+        self._slots[:lines].copy_(meta.slots)
+        self._slots[lines:all_lines].fill_(-1)
+        if batch.row_mask is None:
+            self._live[:lines].fill_(True)
+        else:
+            self._live[:lines].copy_(batch.row_mask)
+        self._live[lines:all_lines].fill_(False)
+        self._seq_lens[:count].copy_(meta.seq_lens)
+        self._seq_lens[count:size].zero_()
+        self._block_table[:count, : meta.block_table.shape[1]].copy_(meta.block_table)
+        if meta.num_query is not None:
+            self._num_query[:count].copy_(meta.num_query)
+        captured.graph.replay()
+        return captured.hidden[:lines]
