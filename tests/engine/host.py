@@ -57,6 +57,7 @@ class Host:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, TokenOutput | RequestFailed] = {}
         self.prompt_logprobs: dict[str, list[Any]] = {}
+        self.scheduled: dict[str, float] = {}
 
     def add(self, *messages: AddRequest) -> None:
         for message in messages:
@@ -75,6 +76,9 @@ class Host:
         for output in outputs:
             self._take(output)
         self.blocks.check_invariants()
+        for _, waiting in self.scheduler._waiting:
+            assert waiting.row == -1 and not waiting.block_ids and not waiting.decoding
+            assert waiting.num_computed == waiting.num_pending == waiting.num_registered == 0
         return outputs
 
     def run(self, most_steps: int = 60_000) -> None:
@@ -102,8 +106,11 @@ class Host:
         if output.prompt_logprobs is not None:
             assert first and name not in self.prompt_logprobs
             self.prompt_logprobs[name] = output.prompt_logprobs
+        if first and output.token_ids:
+            self.scheduled[name] = output.scheduled_time
         if output.finish_reason is not None:
             self.ends[name] = output
+            assert output.scheduled_time == self.scheduled.get(name, output.scheduled_time)
 
     def check(self, *names: str) -> None:
         """These requests (all, if none is named) ran to the end they would reach alone."""

@@ -211,6 +211,19 @@ def test_small_requests_overtake_a_large_one_but_not_for_ever() -> None:
     assert starts[5] == "large"
 
 
+def test_admission_leaves_running_sequences_room_to_grow() -> None:
+    """One block per eight running sequences stays free, or the newcomer would be preempted within a few steps."""
+    host = Host(num_blocks=10, prefix_cache=False)
+    host.add(*(request(f"r{index}", 5, 30, family=index) for index in range(8)))
+    host.step()
+    host.add(request("fits exactly", 100, 5))
+    for _ in range(20):
+        host.step()
+        assert host.scheduler.stats().num_waiting == 1
+    host.run()
+    host.check()
+
+
 def test_without_skips_the_queue_is_strict() -> None:
     host = Host(num_blocks=8, max_skips=0, prefix_cache=False)
     host.add(request("holder", 300, 50, family=1))
@@ -441,7 +454,17 @@ def test_a_known_prompt_leaves_one_token_to_compute() -> None:
     host.run()
     host.check()
     assert end_of(host, "same").num_cached_tokens == 64 and end_of(host, "longer").num_cached_tokens == 128
-    assert host.scheduler.stats().prefix_hits == 192
+    assert host.scheduler.stats().prefix_hits == 192 and host.scheduler.stats().prefix_queries == 385
+
+
+def test_without_prefix_cache_nothing_is_looked_up() -> None:
+    host = Host(prefix_cache=False)
+    for name in "ab":
+        host.add(request(name, 128, 3))
+        host.run()
+    host.check()
+    stats = host.scheduler.stats()
+    assert stats.prefix_hits == stats.prefix_queries == stats.num_cached_blocks == 0 and stats.prompt_tokens == 256
 
 
 def test_output_tokens_are_prefix_too() -> None:
