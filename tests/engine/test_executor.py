@@ -1,0 +1,218 @@
+"""Plans reach followers, replicas agree on a step, and "auto" resolves as documented. No process groups: threads stand in."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import executor as executor_module
+from engine.config import EngineConfig, SchedulerConfig
+from engine.errors import ConfigError
+from engine.executor import Executor, build_worker, resolve_cache_format, resolve_dtype, resolve_max_model_len
+from engine.kv_cache import KVCache, bytes_per_token, num_blocks_for
+from engine.plan import NewSequence, SequenceStep, StepPlan
+from engine.sampling_params import SamplingParams
+from kernels.layout import CacheFormat
+from models.parallel import ParallelContext
+from tests.engine.stub_model import StubModel, stub_config, stub_runner
+from tests.reference_checkpoints import reference_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Meeting:
+    """Where `size` threads exchange one value each, in the order of their ranks."""
+
+    size: int
+    values: dict[int, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._barrier = threading.Barrier(self.size, timeout=30)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self.values[rank] = value
+        self._barrier.wait()
+        everything = [self.values[r] for r in range(self.size)]
+        self._barrier.wait()
+        return everything
+
+
+@dataclass
+class ThreadedParallel:
+    """The collectives the executor and the runner use, over threads."""
+
+    dp: int
+    tp: int
+    dp_rank: int
+    tp_rank: int
+    replica: Meeting
+    leaders: Meeting
+
+    def leaders_all_gather(self, values: list[int]) -> list[list[int]]:
+        return self.leaders.exchange(self.dp_rank, values)
+
+    def tp_broadcast_bytes(self, payload: bytes | None) -> bytes:
+        return self.replica.exchange(self.tp_rank, payload)[0]
+
+    def tp_broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        return x.copy_(self.replica.exchange(self.tp_rank, x)[0])
+
+
+def ranks(dp: int, tp: int) -> list[list[Executor]]:
+    leaders = Meeting(dp)
+    found = []
+    for d in range(dp):
+        replica = Meeting(tp)
+        found.append([])
+        for t in range(tp):
+            runner = stub_runner(StubModel())
+            runner.parallel = ThreadedParallel(dp, tp, d, t, replica, leaders)  # type: ignore[assignment]
+            runner._leads = t == 0
+            found[-1].append(Executor(runner, runner.parallel))
+    return found
+
+
+def in_threads(*jobs: Callable[[], None]) -> None:
+    errors: list[BaseException] = []
+
+    def guarded(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+
+
+TEXT = list(range(2, 32))
+
+
+def first_plan() -> StepPlan:
+    new = NewSequence(2, "r", SamplingParams(temperature=0.9, seed=4), len(TEXT))
+    return StepPlan(0, prefills=[SequenceStep(2, 0, TEXT, [5])], new_sequences=[new])
+
+
+def test_followers_hold_the_leader_s_tokens_until_it_stops() -> None:
+    ((leader, *followers),) = ranks(1, 3)
+    got: list[list[int]] = []
+
+    def lead() -> None:
+        leader.submit(first_plan())
+        for step in range(1, 5):
+            leader.submit(StepPlan(step, decodes=[SequenceStep(2, len(TEXT) + step - 1)]))
+            got.append(leader.collect().rows[0].token_ids)
+        got.append(leader.collect().rows[0].token_ids)
+        leader.request_stop()
+
+    in_threads(lead, *(follower.follow for follower in followers))
+    assert len(got) == 5 and len({tokens[0] for tokens in got}) > 1
+    for executor in (leader, *followers):
+        assert executor.agreement.stop
+        assert int(executor._runner._last_tokens[2]) == got[-1][0]
+        content = executor._runner.cache.layers[0].content[5]
+        assert torch.equal(content[: len(TEXT) + 4], leader._runner.cache.layers[0].content[5][: len(TEXT) + 4])
+
+
+def test_an_idle_replica_steps_along_and_all_stop_together() -> None:
+    busy, idle = (executors[0] for executors in ranks(2, 1))
+    agreed: list[tuple[int, bool, bool, bool]] = []
+
+    def work() -> None:
+        for plan in (first_plan(), StepPlan(1, decodes=[SequenceStep(2, len(TEXT))]), StepPlan(2), StepPlan(3)):
+            busy.submit(plan)
+            a = busy.agreement
+            agreed.append((a.rows, a.decode_only, a.any_work, a.stop))
+            assert len(busy.collect().rows) == (not plan.is_empty)
+
+    def wait() -> None:
+        for step in range(4):
+            if step == 3:
+                idle.request_stop()
+            idle.submit(StepPlan(step))
+            assert idle.collect().rows == []
+
+    in_threads(work, wait)
+    assert agreed == [(30, False, True, False), (1, True, True, False), (0, True, False, False), (0, True, False, True)]
+    assert idle.agreement == busy.agreement
+
+
+# ---- what "auto" becomes
+
+
+def config(**kw: Any) -> EngineConfig:
+    return EngineConfig(**{"model": str(reference_checkpoint("deepseek_v3-tiny")), "device": "cpu", **kw})
+
+
+def test_auto_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    snap, odd = stub_config(kv_lora_rank=512, qk_rope_head_dim=64), stub_config()
+    cuda = torch.device("cuda", 0)
+    assert resolve_dtype(config(), CPU) is torch.float32 and resolve_dtype(config(), cuda) is torch.bfloat16
+    assert resolve_dtype(config(dtype="bfloat16"), CPU) is torch.bfloat16
+
+    def cache(model: Any, device: torch.device, capability: tuple[int, int] = (9, 0), **kw: Any) -> CacheFormat:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        c = config(**kw)
+        return resolve_cache_format(c, model, device, resolve_dtype(c, device))
+
+    assert cache(snap, cuda) is CacheFormat.FP8
+    assert cache(snap, cuda, (8, 0)) is CacheFormat.BF16
+    assert cache(odd, cuda) is CacheFormat.BF16
+    assert cache(snap, CPU) is CacheFormat.FP32
+    assert cache(snap, CPU, dtype="bfloat16") is CacheFormat.BF16
+    assert cache(snap, CPU, cache_format="fp8") is CacheFormat.FP8
+    monkeypatch.setattr(executor_module, "_demo_folder", lambda: Path(config().model))
+    assert cache(snap, CPU) is CacheFormat.FP8 and cache(odd, CPU) is CacheFormat.FP32
+
+
+def test_limits_are_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor_module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    for kw, words in (
+        (dict(max_model_len=1 << 20), "max_model_len: the model's positions end at"),
+        (dict(model="/nowhere/at/all"), "no such folder"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build_worker(config(**kw), ParallelContext.single())
+    with pytest.raises(ConfigError, match="tp: 4 attention heads do not divide among 3 ranks"):
+        build_worker(config(), replace(ParallelContext.single(), tp=3))
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device: cuda is not available"):
+            build_worker(config(device="cuda"), ParallelContext.single())
+    assert resolve_max_model_len(config(max_model_len=77), stub_config()) == 77
+
+
+def test_cache_sizing() -> None:
+    """One function says what a token costs; a cache that cannot hold two blocks is refused with the fix."""
+    snap = stub_config(kv_lora_rank=512, qk_rope_head_dim=64, num_attention_layers=61)
+    assert bytes_per_token(snap, CacheFormat.FP8) == 61 * 644 and bytes_per_token(snap, CacheFormat.BF16) == 61 * 1152
+    assert bytes_per_token(snap, CacheFormat.FP8, num_speculative_tokens=2) == 62 * 644
+    cache = KVCache.allocate(replace(snap, num_attention_layers=2), CacheFormat.FP8, 3, CPU)
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.content, layer.rope, layer.scale) if t is not None)
+    assert held == 4 * 64 * 2 * 644 and cache.null_block == 3
+    assert num_blocks_for(1000, 10, most=10**9) == 99 and num_blocks_for(1000, 10, most=7) == 7
+    with pytest.raises(ConfigError, match="raise cache_memory_bytes"):
+        num_blocks_for(19, 10, most=7)
+    with pytest.raises(ConfigError, match="cache_format: the fp8 cache needs kv_lora_rank 512"):
+        KVCache.allocate(stub_config(), CacheFormat.FP8, 3, CPU)
+
+
+def test_a_worker_has_the_cache_it_was_asked_for() -> None:
+    scheduler = SchedulerConfig(max_num_seqs=4)
+    built, info = build_worker(
+        config(cache_memory_bytes=1 << 22, max_model_len=256, scheduler=scheduler), ParallelContext.single()
+    )
+    per_block = 64 * bytes_per_token(info.model_config, CacheFormat.FP32)
+    assert info.cache_format == "fp32" and info.device == "cpu" and info.dtype == "float32" and not info.asynchronous
+    assert info.num_blocks == min((1 << 22) // per_block - 1, 4 * 4 * 4) == built._runner.cache.num_blocks
+    assert build_worker(config(num_cache_blocks=9), ParallelContext.single())[1].num_blocks == 9

@@ -1,0 +1,218 @@
+"""`LLM` as Python users meet it: shapes of inputs and outputs, refusals, and an engine that stays clean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.errors import ConfigError, EngineError, RequestRejected
+from engine.llm import LLM, engine_config
+from engine.sampling_params import SamplingParams
+from tests.reference_checkpoints import reference_checkpoint, references
+
+VARIANT = "deepseek_v3-tiny"
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(reference_checkpoint(VARIANT)), device="cpu", max_model_len=512, num_cache_blocks=60, max_num_seqs=16)
+
+
+def greedy(count: int = 16, **kw: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, **kw})
+
+
+def clean(llm: LLM) -> bool:
+    stats = llm.stats()
+    return (stats.num_running, stats.num_waiting) == (0, 0) and stats.num_free_blocks + stats.num_cached_blocks == 60
+
+
+def test_all_shapes_of_prompts_give_the_reference_s_tokens(llm: LLM) -> None:
+    refs = references(VARIANT)
+    want = [ref.generated[:16] for ref in refs]
+    for prompts in (
+        [ref.prompt for ref in refs],
+        [{"prompt_token_ids": ref.prompt} for ref in refs],
+        [tuple(ref.prompt) for ref in refs],
+    ):
+        got = llm.generate(prompts, greedy(), use_tqdm=False)
+        assert [result.outputs[0].token_ids for result in got] == want
+        assert [result.prompt_token_ids for result in got] == [ref.prompt for ref in refs]
+    assert llm.generate(refs[0].prompt, greedy(), use_tqdm=False)[0].outputs[0].token_ids == want[0]
+    (one,) = llm.generate("some text", greedy(), use_tqdm=False)
+    (same,) = llm.generate({"prompt": "some text"}, greedy(), use_tqdm=False)
+    assert one.prompt == "some text" and one.prompt_token_ids == llm.tokenizer.encode("some text")
+    assert one.outputs[0].text == same.outputs[0].text == llm.tokenizer.decode(one.outputs[0].token_ids)
+    assert llm.generate([], greedy(), use_tqdm=False) == [] and clean(llm)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    prompt = references(VARIANT)[1].prompt
+    results = llm.generate([prompt, prompt], [greedy(3), greedy(9)], use_tqdm=False)
+    assert [len(result.outputs[0].token_ids) for result in results] == [3, 9]
+    assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
+    with pytest.raises(RequestRejected, match="sampling_params: 1 for 2 prompts"):
+        llm.generate([prompt, prompt], [greedy(3)], use_tqdm=False)
+
+
+def test_choices_of_a_seed_differ_and_repeat(llm: LLM) -> None:
+    """Report P11: seed with n gives n different texts, the same ones in every call."""
+    params = SamplingParams(n=3, seed=17, temperature=1.0, max_tokens=12, ignore_eos=True)
+    prompt = references(VARIANT)[0].prompt
+    first, again = (llm.generate([prompt, prompt], params, use_tqdm=False) for _ in range(2))
+    texts = [tuple(choice.token_ids) for choice in first[0].outputs]
+    assert [choice.index for choice in first[0].outputs] == [0, 1, 2] and len(set(texts)) == 3
+    for result in (first[1], *again):
+        assert [tuple(choice.token_ids) for choice in result.outputs] == texts
+    free = llm.generate(prompt, SamplingParams(n=3, max_tokens=12, ignore_eos=True), use_tqdm=False)[0]
+    assert len({tuple(choice.token_ids) for choice in free.outputs}) == 3
+
+
+BAD = [
+    ([], {}, "prompt"),
+    ([5, 1 << 20], {}, "prompt"),
+    ([5, -1], {}, "prompt"),
+    ([5, "x"], {}, "prompt"),
+    ([5] * 600, {}, "512"),
+    ([5] * 100, {"max_tokens": 500}, "512"),
+    ({"text": "x"}, {}, "prompt"),
+    (7.5, {}, "prompt"),
+    ([5], {"temperature": -1.0}, "temperature"),
+    ([5], {"top_p": 0.0}, "top_p"),
+    ([5], {"top_k": 0.4}, "top_k"),
+    ([5], {"min_p": 1.5}, "min_p"),
+    ([5], {"n": 0}, "n"),
+    ([5], {"max_tokens": 0}, "max_tokens"),
+    ([5], {"stop_token_ids": [1 << 20]}, "stop_token_ids"),
+    ([5], {"logit_bias": {1 << 20: 1.0}}, "logit_bias"),
+    ([5], {"logprobs": 1000}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize("prompt,fields,names", BAD)
+def test_a_bad_request_names_its_fault_and_runs_nothing(
+    llm: LLM, prompt: Any, fields: dict, names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Report P08: every value out of range is refused by name, before any request of the call runs."""
+    good = references(VARIANT)[0].prompt
+    monkeypatch.setattr(llm._core, "step", lambda: pytest.fail("a step was run"))
+    with pytest.raises(RequestRejected, match=names):
+        llm.generate([good, prompt], [greedy(), greedy(**fields)], use_tqdm=False)
+    monkeypatch.undo()
+    assert clean(llm)
+    assert llm.generate(good, greedy(), use_tqdm=False)[0].outputs[0].token_ids == references(VARIANT)[0].generated[:16]
+
+
+def test_an_interrupted_call_leaves_a_clean_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    refs = references(VARIANT)
+    step, calls = llm._core.step, []
+
+    def interrupted() -> list:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm._core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
+    monkeypatch.undo()
+    assert clean(llm)
+    got = llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in got] == [ref.generated[:16] for ref in refs]
+
+
+def test_stop_strings_end_text_and_tokens_together(llm: LLM) -> None:
+    (free,) = llm.generate("abc", greedy(24), use_tqdm=False)
+    text = free.outputs[0].text
+    stop = text[10:13]
+    (cut,) = llm.generate("abc", greedy(24, stop=[stop]), use_tqdm=False)
+    choice = cut.outputs[0]
+    assert choice.finish_reason == "stop" and choice.stop_reason == stop
+    assert choice.text == text[: text.index(stop)]
+    assert choice.token_ids == free.outputs[0].token_ids[: len(choice.token_ids)] and len(choice.token_ids) < 24
+    assert clean(llm)
+
+
+def test_logprobs_have_the_known_shape(llm: LLM) -> None:
+    ref = references(VARIANT)[1]
+    (result,) = llm.generate(ref.prompt, greedy(8, logprobs=2, prompt_logprobs=1), use_tqdm=False)
+    choice = result.outputs[0]
+    exact = ref.logits.double().log_softmax(-1)
+    assert choice.logprobs is not None and result.prompt_logprobs is not None
+    assert len(choice.logprobs) == 8 and len(result.prompt_logprobs) == len(ref.prompt) and result.prompt_logprobs[0] is None
+    for i, (token, entry) in enumerate(zip(choice.token_ids, choice.logprobs)):
+        line = exact[len(ref.prompt) - 1 + i]
+        assert list(entry) == line.topk(2).indices.tolist() and entry[token].rank == 1
+        assert abs(entry[token].logprob - float(line[token])) < 1e-3 and entry[token].decoded_token
+    for i, entry in enumerate(result.prompt_logprobs[1:]):
+        token = ref.prompt[i + 1]
+        assert entry is not None and abs(entry[token].logprob - float(exact[i, token])) < 1e-3
+        assert entry[token].rank == 1 + int((exact[i] > exact[i, token]).sum())
+    total = sum(entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs))
+    assert choice.cumulative_logprob == pytest.approx(total)
+    assert llm.generate(ref.prompt, greedy(2), use_tqdm=False)[0].outputs[0].logprobs is None
+
+
+def test_chat_renders_the_template(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    (one,) = llm.chat(messages, greedy(), use_tqdm=False)
+    two = llm.chat([messages, messages], greedy(), use_tqdm=False)
+    assert one.prompt is not None and "hello" in one.prompt
+    assert {tuple(r.outputs[0].token_ids) for r in (one, *two)} == {tuple(one.outputs[0].token_ids)}
+    with pytest.raises(RequestRejected, match="messages"):
+        llm.chat([{"role": "nobody", "content": "x"}], greedy(), use_tqdm=False)
+
+
+def test_a_grammar_shapes_the_text(llm: LLM) -> None:
+    from engine.grammar import regex_grammar
+
+    params = greedy(12, grammar=regex_grammar("(ab|cd){2}x", "grammar"), ignore_eos=False)
+    plain, shaped = llm.generate(["q", "q"], [greedy(12), params], use_tqdm=False)
+    assert shaped.outputs[0].text in {a + b + "x" for a in ("ab", "cd") for b in ("ab", "cd")}
+    assert shaped.outputs[0].finish_reason == "stop"
+    assert plain.outputs[0].token_ids == llm.generate("q", greedy(12), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_metrics_are_in_order(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+    prompt = references(VARIANT)[-1].prompt
+    results = llm.generate([prompt] * 2, greedy(4), use_tqdm=False)
+    results += llm.generate([prompt], greedy(4), use_tqdm=False)
+    for result in results:
+        m = result.metrics
+        assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time
+        assert m.time_in_queue >= 0 and m.time_to_first_token > 0
+    assert results[0].num_cached_tokens == 0 and results[2].num_cached_tokens == (len(prompt) - 1) // 64 * 64
+
+
+def test_the_progress_bar_shows_the_speed(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(["a", "b"], greedy(4))
+    shown = capsys.readouterr().err
+    assert "2/2" in shown and "tokens/s" in shown
+    llm.generate(["a"], greedy(4), use_tqdm=False)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        ({"no_such_option": 1}, "no_such_option: no such option; known are"),
+        ({"tp": 2}, "tp: LLM runs in one process"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"cache_format": "fp8"}, "cache_format: the fp8 cache needs kv_lora_rank 512"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"num_cache_blocks": -1}, "num_cache_blocks"),
+        ({"cache_memory_bytes": 1000}, "cache_memory_bytes"),
+    ],
+)
+def test_options_that_cannot_work_are_named(options: dict, words: str) -> None:
+    with pytest.raises(EngineError, match=words) as caught:
+        LLM(str(reference_checkpoint(VARIANT)), device="cpu", **options)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_options_reach_their_config() -> None:
+    config = engine_config("m", {"max_num_seqs": 5, "dtype": "bfloat16"})
+    assert config.scheduler.max_num_seqs == 5 and config.dtype == "bfloat16" and config.scheduler.max_queued_requests == 0
