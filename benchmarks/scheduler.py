@@ -38,7 +38,7 @@ def machine_state() -> dict[str, object]:
         "cpus": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "python": platform.python_version(),
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
         "commit": commit.stdout.strip(),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -53,7 +53,7 @@ def answer(plan: StepPlan, accepted: int) -> StepResult:
 
 def measure(num_seqs: int, context: int, steps: int, num_drafts: int, prefix_cache: bool) -> dict[str, object]:
     """CPU milliseconds per step, median and 99th percentile, of num_seqs decoding sequences of `context` tokens."""
-    length = context + (steps + 64) * (1 + num_drafts)
+    length = context + (steps + 1024) * (1 + num_drafts)  # the first to be prefilled decode meanwhile
     blocks = BlockManager(num_seqs * (-(-length // BLOCK_SIZE) + 1), prefix_cache)
     scheduler = Scheduler(
         SchedulerConfig(max_num_batched_tokens=1 << 18, max_num_seqs=num_seqs),
