@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 from engine.errors import RequestRejected
-from engine.messages import AddRequest, TokenLogprob
+from engine.messages import AddRequest, TokenLogprob, TokenOutput
+from engine.plan import NewSequence
 
 
 class RequestState(enum.Enum):
@@ -137,6 +138,54 @@ class Request:
             if len(known) >= self.max_total_tokens:
                 return kept, "length", None
         return len(token_ids), None, None
+
+    def new_sequence(self) -> NewSequence:
+        """What the ranks must know of a request that takes a row."""
+        needs_history = self.params.needs_token_counts or self.params.grammar is not None
+        return NewSequence(
+            row=self.row,
+            request_id=self.request_id,
+            params=self.params,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_output_tokens,
+            known_token_ids=self.token_ids.tolist() if needs_history else [],
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def output(
+        self,
+        token_ids: list[int],
+        now: float,
+        finish_reason: str | None = None,
+        stop_reason: int | None = None,
+        logprobs: list[TokenLogprob] | None = None,
+    ) -> TokenOutput:
+        """The message for new tokens; totals always, times on the first and the terminal one."""
+        scheduled_time = first_token_time = finished_time = 0.0
+        prompt_logprobs = None
+        if token_ids and not self.first_token_time:
+            self.first_token_time = now
+            prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+            scheduled_time, first_token_time = self.scheduled_time, now
+        if finish_reason is not None:
+            scheduled_time, first_token_time, finished_time = self.scheduled_time, self.first_token_time, now
+        return TokenOutput(
+            self.request_id,
+            token_ids,
+            finish_reason,
+            stop_reason,
+            logprobs,
+            prompt_logprobs,
+            self.num_prompt_tokens,
+            self.num_cached_tokens,
+            self.num_output_tokens,
+            self.num_preemptions,
+            scheduled_time,
+            first_token_time,
+            finished_time,
+            self.spec_drafted,
+            self.spec_accepted,
+        )
 
 
 def _check_prompt(token_ids: list[int], vocab_size: int) -> None:

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from engine.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from engine.config import SchedulerConfig
 from engine.errors import ConfigError, RequestRejected, WorkerFailed
-from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenLogprob, TokenOutput
-from engine.plan import NewSequence, RowResult, SequenceStep, StepPlan, StepResult
+from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
+from engine.plan import RowResult, SequenceStep, StepPlan, StepResult
 from engine.request import Request, RequestLimits, RequestState
 
 _RUNNING_PER_SPARE_BLOCK = 8  # admission leaves one block per so many running sequences: about eight steps of growth
@@ -153,7 +153,7 @@ class Scheduler:
         if request is None:
             return None
         self._retire(request)
-        return self._output(request, [], time.time(), finish_reason="stop" if reason == "stop" else "abort")
+        return request.output([], time.time(), finish_reason="stop" if reason == "stop" else "abort")
 
     def abort_all(self) -> list[TokenOutput]:
         """Drop every live request."""
@@ -205,7 +205,7 @@ class Scheduler:
             step=self._num_steps,
             decodes=decodes,
             prefills=prefills,
-            new_sequences=[self._new_sequence(request) for request in admitted],
+            new_sequences=[request.new_sequence() for request in admitted],
             freed_rows=self._freed_rows,
             draft_depth=self._draft_depth,
         )
@@ -382,18 +382,6 @@ class Scheduler:
             next_token_ids=follows,
         )
 
-    def _new_sequence(self, request: Request) -> NewSequence:
-        needs_history = request.params.needs_token_counts or request.params.grammar is not None
-        return NewSequence(
-            row=request.row,
-            request_id=request.request_id,
-            params=request.params,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=request.num_output_tokens,
-            known_token_ids=request.token_ids.tolist() if needs_history else [],
-            eos_token_ids=request.eos_token_ids,
-        )
-
     # ---- results
 
     def update(self, plan: StepPlan, result: StepResult) -> list[TokenOutput | RequestFailed]:
@@ -453,7 +441,7 @@ class Scheduler:
                 self._register(request, num_valid)
         if finish_reason is not None:
             self._retire(request)
-        return self._output(request, sampled, now, finish_reason, stop_reason, logprobs)
+        return request.output(sampled, now, finish_reason, stop_reason, logprobs)
 
     def _count_drafts(self, request: Request, drafted: int, accepted: int) -> None:
         request.spec_drafted += drafted
@@ -488,42 +476,6 @@ class Scheduler:
         self._freed_rows.append(request.row)
         self._free_rows.append(request.row)
         request.row = -1
-
-    def _output(
-        self,
-        request: Request,
-        token_ids: list[int],
-        now: float,
-        finish_reason: str | None = None,
-        stop_reason: int | None = None,
-        logprobs: list[TokenLogprob] | None = None,
-    ) -> TokenOutput:
-        """The message for new tokens; totals always, times on the first and the terminal one."""
-        scheduled_time = first_token_time = finished_time = 0.0
-        prompt_logprobs = None
-        if token_ids and not request.first_token_time:
-            request.first_token_time = now
-            prompt_logprobs, request.prompt_logprobs = request.prompt_logprobs, None
-            scheduled_time, first_token_time = request.scheduled_time, now
-        if finish_reason is not None:
-            scheduled_time, first_token_time, finished_time = request.scheduled_time, request.first_token_time, now
-        return TokenOutput(
-            request.request_id,
-            token_ids,
-            finish_reason,
-            stop_reason,
-            logprobs,
-            prompt_logprobs,
-            request.num_prompt_tokens,
-            request.num_cached_tokens,
-            request.num_output_tokens,
-            request.num_preemptions,
-            scheduled_time,
-            first_token_time,
-            finished_time,
-            request.spec_drafted,
-            request.spec_accepted,
-        )
 
     # ---- figures
 
