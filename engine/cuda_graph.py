@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from engine.errors import ConfigError
+from engine.speculative import Drafter, DraftRows
 from kernels import ops
 from kernels.layout import CacheFormat, LatentCache
 from models.batch import AttentionMetadata, ForwardBatch
@@ -31,12 +32,14 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     hidden: torch.Tensor
+    draft: torch.cuda.CUDAGraph | None
 
 
 class GraphRunner:
     """Captured forwards of one rank. `forward` has the model's signature and falls back to it for what was not captured.
 
     query_lens: lines per sequence to capture, for example (1,) or (1, 3)
+    drafter: its passes after a step are captured as a second graph, since sampling lies between the two
     """
 
     def __init__(
@@ -51,8 +54,9 @@ class GraphRunner:
         num_heads: int,
         fmt: CacheFormat,
         device: torch.device,
+        drafter: Drafter | None = None,
     ) -> None:
-        self._eager, self._caches = forward, caches
+        self._eager, self._caches, self._drafter = forward, caches, drafter
         self._sizes, self._query_lens = sizes, query_lens
         self._num_heads, self._format = num_heads, fmt
         most, lines = sizes[-1], sizes[-1] * max(query_lens)
@@ -63,6 +67,10 @@ class GraphRunner:
         self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
         self._num_query = torch.zeros(most, dtype=torch.int32, device=device)
         self._block_table = torch.full((most, max_blocks), null_block, dtype=torch.int32, device=device)
+        self._next_ids = torch.zeros(lines, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(most, dtype=torch.int64, device=device)
+        self._num_slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -93,7 +101,32 @@ class GraphRunner:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             hidden = self._eager(self._static_batch(size, query_len))
-        return _Captured(graph, hidden)
+        return _Captured(graph, hidden, self._capture_draft(size, query_len, hidden) if self._drafter is not None else None)
+
+    def _capture_draft(self, size: int, query_len: int, hidden: torch.Tensor) -> torch.cuda.CUDAGraph:
+        assert self._drafter is not None
+        self._rows.fill_(self._drafter.padded_row)
+        self._num_slots.zero_()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._draft_static(size, query_len, hidden)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            self._draft_static(size, query_len, hidden)
+        return graph
+
+    def _draft_static(self, size: int, query_len: int, hidden: torch.Tensor) -> None:
+        assert self._drafter is not None
+        lines = torch.arange(0, size * query_len, query_len, device=self._rows.device)
+        positions, accepted = self._positions[: size * query_len : query_len], None
+        if query_len > 1:
+            accepted = self._accepted[:size]
+            lines, positions = lines + accepted, positions + accepted
+        rows = DraftRows(lines, self._rows[:size], positions, self._num_slots[:size], self._block_table[:size])
+        next_ids = self._next_ids[: size * query_len]
+        self._drafter.draft(self._static_batch(size, query_len), hidden, next_ids, accepted, rows, depth=self._drafter.depth)
 
     def _static_batch(self, size: int, query_len: int) -> ForwardBatch:
         lines = size * query_len
@@ -146,3 +179,23 @@ class GraphRunner:
             self._num_query[:count].copy_(meta.num_query)
         captured.graph.replay()
         return captured.hidden[:lines]
+
+    def draft(
+        self, num_sequences: int, query_len: int, next_ids: torch.Tensor, accepted: torch.Tensor | None, rows: DraftRows
+    ) -> bool:
+        """Replay the draft passes behind the step that `forward` just replayed. False when that step ran eagerly."""
+        size = self.padded_size(num_sequences, query_len)
+        captured = self._graphs[size, query_len] if size is not None else None
+        if captured is None or captured.draft is None or self._drafter is None:
+            return False
+        count = len(rows.rows)
+        self._next_ids[: len(next_ids)].copy_(next_ids)
+        self._rows[:count].copy_(rows.rows)
+        self._rows[count:size].fill_(self._drafter.padded_row)
+        self._num_slots[:count].copy_(rows.num_slots)
+        self._num_slots[count:size].zero_()
+        if accepted is not None:
+            self._accepted[:count].copy_(accepted)
+            self._accepted[count:size].zero_()
+        captured.draft.replay()
+        return True

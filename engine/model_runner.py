@@ -245,10 +245,7 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
         if self._graphs is None:
             return self.model.forward(batch)
-        shape = plan.agreement
-        if shape is None:
-            return self._graphs.forward(batch, None if plan.prefills else len(plan.decodes))
-        return self._graphs.forward(batch, shape.sequences if shape.decode_only else None)
+        return self._graphs.forward(batch, _sequences_to_replay(plan))
 
     def capture_graphs(self, *, show_progress: bool) -> float:
         """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same."""
@@ -256,12 +253,13 @@ class ModelRunner:
             self.model.forward,
             self.cache.layers,
             sizes=capture_sizes(len(self._num_blocks)),
-            query_lens=(1,) if self._drafter is None else (1, 1 + self._drafter.tokens.shape[1]),
+            query_lens=(1,) if self._drafter is None else (1, 1 + self._drafter.depth),
             max_blocks=self._block_table.shape[1],
             null_block=self.cache.null_block,
             num_heads=self._local_heads,
             fmt=self.cache.format,
             device=self.device,
+            drafter=self._drafter,
         )
         return self._graphs.capture(show_progress)
 
@@ -285,11 +283,15 @@ class ModelRunner:
         assert self._drafter is not None and inputs.next_ids is not None and inputs.draft_rows is not None
         inputs.next_ids.index_copy_(0, inputs.sample_index, tokens.clamp(min=0))
         rows = inputs.draft_rows
+        depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
+        sequences = _sequences_to_replay(plan)
+        graphs = self._graphs if sequences is not None and depth == self._drafter.depth else None
+        if graphs is not None and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows):
+            return
         if accepted is not None:
             count = len(plan.decodes)
             behind = torch.nn.functional.pad(accepted, (0, len(rows.rows) - count))
             rows = replace(rows, lines=rows.lines + behind, positions=rows.positions + behind)
-        depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
         self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
 
     # ---- rows
@@ -479,6 +481,13 @@ class ModelRunner:
                         scored.append((True, _Scored([step.row] * len(tokens), tokens, scores)))
             start += step.num_tokens
         return scored
+
+
+def _sequences_to_replay(plan: StepPlan) -> int | None:
+    """Sequences that a graph of this step must hold, the most of any replica; None when any of them has prefill."""
+    if plan.agreement is None:
+        return None if plan.prefills else len(plan.decodes)
+    return plan.agreement.sequences if plan.agreement.decode_only else None
 
 
 def _tokens_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -36,7 +36,7 @@ class DraftRows:
     """The sequences that just got a token, and where their next drafts start. All [n] but the table.
 
     lines: int64 line of the step whose sampled token is the sequence's last; rows: int64 row of the sequence
-    positions: int64 position of that line; num_slots: int64 slots in the row's block table
+    positions: int64 position of that line; num_slots: int64 slots in the row's block table, 0 for a padded sequence
     block_table: int32 [n, max_blocks]
     """
 
@@ -48,7 +48,9 @@ class DraftRows:
 
 
 class Drafter:
-    """Owns the draft tokens of all rows, int64 [rows, depth]; one per rank, all ranks of a replica draft the same.
+    """Owns the draft tokens, int64 [rows + 1, depth]; one per rank, all ranks of a replica draft the same.
+
+    The last row takes what padded sequences draft.
 
     Without rows the passes still run, since their experts' collectives need every rank.
     """
@@ -57,9 +59,10 @@ class Drafter:
         self, model: CausalLM, *, depth: int, max_num_seqs: int, num_heads: int, fmt: CacheFormat, device: torch.device
     ) -> None:
         assert model.mtp is not None, "drafting needs a model that was loaded with its MTP head"
-        self.tokens = torch.zeros(max_num_seqs, depth, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(max_num_seqs + 1, depth, dtype=torch.int64, device=device)
         self._model, self._head = model, model.mtp
-        self._depth, self._num_heads, self._format = depth, num_heads, fmt
+        self.depth, self.padded_row = depth, max_num_seqs
+        self._num_heads, self._format = num_heads, fmt
 
     def draft(
         self,
@@ -120,7 +123,8 @@ class Drafter:
             decode_plan=self._plan(seq_lens, 1) if len(positions) else None,
             prefill=None,
         )
-        return ForwardBatch(positions, torch.minimum(positions, rows.num_slots - 1), attention, caches, ep_rows=ep_rows)
+        inside = torch.minimum(positions, rows.num_slots - 1).clamp(min=0)
+        return ForwardBatch(inside, inside, attention, caches, row_mask=rows.num_slots > 0, ep_rows=ep_rows)
 
     def _plan(self, seq_lens: torch.Tensor, query_len: int) -> DecodePlan:
         return ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._num_heads, fmt=self._format)
