@@ -18,7 +18,7 @@ class _Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True
 # ---- to a replica
 
 
-class AddRequest(_Message):
+class AddRequest(_Message, frozen=True):
     """Start one choice (params.n is 1). request_id is unique among live requests; arrival is time.time() seconds.
 
     priority: smaller runs earlier under the priority policy; salt separates prefix caches; eos_token_ids end the
@@ -34,7 +34,7 @@ class AddRequest(_Message):
     salt: str = ""
 
 
-class AbortRequest(_Message):
+class AbortRequest(_Message, frozen=True):
     """Drop a request wherever it is; answered by a terminal TokenOutput with finish_reason "abort" if it was live.
 
     reason "stop" marks a stop string found by the front end: the request counts as finished, not aborted.
@@ -44,21 +44,21 @@ class AbortRequest(_Message):
     reason: str = "abort"
 
 
-class Ping(_Message):
+class Ping(_Message, frozen=True):
     """Liveness probe, answered by Pong from a thread of its own, also during a long step."""
 
     nonce: int
 
 
-class ResetPrefixCache(_Message):
+class ResetPrefixCache(_Message, frozen=True):
     """Forget all cached prefixes that no live request uses."""
 
 
-class Wake(_Message):
+class Wake(_Message, frozen=True):
     """Another replica got work: leave the idle wait and agree on a step. A hint; losing one costs a tick."""
 
 
-class Shutdown(_Message):
+class Shutdown(_Message, frozen=True):
     """Finish nothing more; abort what is live and end the process tree."""
 
 
@@ -68,7 +68,7 @@ ToReplica = AddRequest | AbortRequest | Ping | ResetPrefixCache | Wake | Shutdow
 # ---- from a replica
 
 
-class Hello(_Message):
+class Hello(_Message, frozen=True):
     """First message on every connection of a worker: who speaks, and on which of its two channels.
 
     channel: "steps" (a leader's requests and outputs) or "heartbeat" (every rank's Ping, Pong, Phase and Shutdown).
@@ -79,7 +79,7 @@ class Hello(_Message):
     channel: str
 
 
-class Phase(_Message):
+class Phase(_Message, frozen=True):
     """A rank entered (seconds is None) or finished a phase of starting up."""
 
     rank: int
@@ -88,7 +88,7 @@ class Phase(_Message):
     detail: str = ""
 
 
-class Ready(_Message):
+class Ready(_Message, frozen=True):
     """A replica can serve. Sizes are what the front end validates against."""
 
     dp_rank: int
@@ -109,7 +109,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
-class TokenOutput(_Message):
+class TokenOutput(_Message, frozen=True):
     """New tokens of one request; terminal when finish_reason is set ("stop", "length" or "abort").
 
     stop_reason: the stop token id that ended it (None for the end-of-sequence token), as users of vLLM know it
@@ -157,14 +157,14 @@ class ReplicaStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_seconds: float = 0.0
 
 
-class StepOutput(_Message):
+class StepOutput(_Message, frozen=True):
     """All outputs of one step, and the load after it."""
 
     outputs: list[TokenOutput]
     stats: ReplicaStats
 
 
-class RequestFailed(_Message):
+class RequestFailed(_Message, frozen=True):
     """Terminal: the request was refused or broke; `code` as in RequestRejected, or "internal"."""
 
     request_id: str
@@ -173,14 +173,14 @@ class RequestFailed(_Message):
     param: str | None = None
 
 
-class EngineFailed(_Message):
+class EngineFailed(_Message, frozen=True):
     """A replica cannot go on; the front end fails every open request of that replica."""
 
     dp_rank: int
     message: str
 
 
-class Pong(_Message):
+class Pong(_Message, frozen=True):
     """Answer to Ping. last_step_age is seconds since the engine loop last moved."""
 
     nonce: int

@@ -87,8 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             if value is not None:
                 _whole(name, value, 0, MAX_LOGPROBS)
         _token_ids("logit_bias", list(self.logit_bias), vocab_size, MAX_LOGIT_BIAS)
-        for value in self.logit_bias.values():
-            _number("logit_bias", value, -100.0, 100.0)
+        for bias in self.logit_bias.values():
+            _number("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:
             if not self.allowed_token_ids:
                 raise _reject("allowed_token_ids", "must not be empty")

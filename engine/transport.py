@@ -74,7 +74,7 @@ class FrontEndSocket:
 
     def fileno(self) -> int:
         """For an event loop: readable means `receive` may have something. Edge-triggered: drain it, also after sends."""
-        return self._socket.getsockopt(zmq.FD)
+        return int(self._socket.getsockopt(zmq.FD))
 
     def send(self, peer: bytes, message: ToReplica) -> bool:
         """Queue a message; False if the peer is gone."""
