@@ -105,7 +105,20 @@ def matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:
 
 
 def copy_rate(size: int = 4 << 30) -> float:
-    """TB/s of a device-to-device copy, bytes read plus bytes written."""
-    source = torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+    """TB/s of an elementwise copy kernel, bytes read plus bytes written."""
+    source = torch.randn(size // 4, device="cuda")
     target = torch.empty_like(source)
-    return 2 * size / steady([lambda: target.copy_(source)]).us * 1e-6
+    return 2 * size / steady([lambda: torch.neg(source, out=target)]).us * 1e-6
+
+
+def eager(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of a call launched from Python one after another, for what cannot be captured; launch gaps included."""
+    for call in calls:
+        call()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end) / len(calls)

@@ -80,12 +80,13 @@ struct PageReader {
     pages = t.pages();
     current = 0, next = lane < pages ? table[lane] : 0;
   }
+  // Page i, asked for in turn.
   DEVICE int get(const DecodeArgs& a, int i, int lane) {
     if ((i & 31) == 0) {
       current = next;
       next = i + 32 + lane < pages ? table[i + 32 + lane] : 0;
     }
-    // An id outside the pool must not become an illegal read either.
+    // An id outside the pool must not become an illegal read.
     return min((uint32_t)__shfl_sync(~0u, current, i & 31), (uint32_t)(a.num_pages - 1));
   }
 };

@@ -5,7 +5,7 @@
 //   WG0  warp 0 fetches pages by TMA; warp 1 makes per-token tables and clears the tail of a sequence's last block;
 //        warp 2 keeps each row's reference exponent and sum; warp 3 fetches the next tile's query
 //   WG1  S = Q K^T for 128 tokens (RoPE last), row maximum, exponentials, P as e4m3 to shared memory
-//   WG2, WG3  O^T = V^T P^T, 256 latent dims each. V^T comes from the K tile by ldmatrix.trans and byte splits: no
+//   WG2, WG3  O^T = V^T P^T, 256 latent dims each (two chunks of 128). V^T comes from the K tile by ldmatrix.trans and byte splits: no
 //        transposed copy exists. Each 64-dim slab accumulates 128 tokens in T, then O += beta * T in FP32 registers,
 //        because the FP8 tensor core keeps 13 bits of its accumulator.
 #include "mla_decode/decode.cuh"
@@ -31,8 +31,9 @@ static_assert(24 + QK_REGS + 2 * PV_REGS <= 512, "more registers than the SM has
 // ---- sizes ---------------------------------------------------------------------------------------
 constexpr int STAGES = 2;  // blocks in shared memory
 // A block arrives and is freed in two parts, so that the next one's first half is on its way while PV still reads the
-// second: part 0 is chunks 0 and 2 (the first 128 dims of either PV warpgroup), part 1 chunks 1 and 3, RoPE and scales.
-constexpr int PART_BYTES[2] = {2 * PAGE * 128, 2 * PAGE * 128 + PAGE * 2 * ROPE + PAGE * 4};  // of a page
+// second: parts 0 and 1 are chunks 0, 1 and 2, 3 (128 dims of either PV warpgroup each). RoPE and scales are free as soon as
+// QK has read them.
+constexpr int PART_BYTES = 2 * PAGE * 128, ROPE_BYTES = PAGE * 2 * ROPE + PAGE * 4;  // of a page
 constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
 
 // Shared memory, byte offsets. Content of a block: four chunks of 128 dims, each [128 tokens][128 B], SWIZZLE_128B
@@ -51,7 +52,7 @@ constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows w
 constexpr int O_ROW = O_INVL + ROWS * 4;             // [2][64] {q_scale * softmax scale * log2(e), visible tokens}
 constexpr int O_TILE = O_ROW + 2 * ROWS * 8;         // [2] {first token, blocks, tokens every live row sees}
 constexpr int O_BAR = O_TILE + 2 * 16;
-constexpr int SMEM_BYTES = O_BAR + 8 * (9 * STAGES + 4);
+constexpr int SMEM_BYTES = O_BAR + 8 * (10 * STAGES + 4);
 static_assert(SMEM_BYTES <= 232448, "shared memory of a Hopper SM");
 extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
 
@@ -65,6 +66,7 @@ struct Smem {
   DEVICE uint32_t factors(int b) const { return bar(6 * STAGES + b); }  // alpha and beta of the block written
   DEVICE uint32_t p_full(int b) const { return bar(7 * STAGES + b); }   // P and row sums of the block written
   DEVICE uint32_t p_empty(int b) const { return bar(8 * STAGES + b); }  // both PV warpgroups are done with all of these
+  DEVICE uint32_t rope_freed(int b) const { return bar(9 * STAGES + 4 + b); }  // QK has read RoPE and tables
   DEVICE uint32_t q_full() const { return bar(9 * STAGES); }            // query and row constants of a tile are there
   DEVICE uint32_t q_empty() const { return bar(9 * STAGES + 1); }       // QK has read the query for the last time
   DEVICE uint32_t sums_full() const { return bar(9 * STAGES + 2); }     // 1 / l of the tile written
@@ -93,21 +95,27 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
     for (int j = 0; j < t.blocks; j++, n++) {
       const int b = n & 1, first = reader.get(a, 2 * j, lane), second = reader.get(a, 2 * j + 1, lane);
       const int pages = 2 * j + 1 < reader.pages ? 2 : 1;  // the block's second half may lie past the sequence
+      mbar_wait(sm.rope_freed(b), ((n >> 1) & 1) ^ 1);
+      if (lane == 0) {
+        const uint32_t bar = sm.landed(b, 1);
+        mbar_expect_tx(bar, pages * ROPE_BYTES);
+        for (int half = 0; half < pages; half++) {
+          const int page = half ? second : first;
+          tma_3d(sm.base + b * STAGE_BYTES + K_ROPE + half * PAGE * 128, &a.rope, bar, 0, 0, page);
+          bulk_copy(sm.base + O_SCALE + (2 * b + half) * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
+        }
+      }
+      __syncwarp();
 #pragma unroll
       for (int part = 0; part < 2; part++) {
         const uint32_t bar = sm.landed(b, part);
         mbar_wait(sm.freed(b, part), ((n >> 1) & 1) ^ 1);
         if (lane == 0) {
-          mbar_expect_tx(bar, pages * PART_BYTES[part]);
+          mbar_expect_tx(bar, pages * PART_BYTES);
           for (int half = 0; half < pages; half++) {
-            const int page = half ? second : first;
             const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128;
-            tma_4d(dst + part * CHUNK, &a.content, bar, 0, 0, part, page);
-            tma_4d(dst + (part + 2) * CHUNK, &a.content, bar, 0, 0, part + 2, page);
-            if (part) {
-              tma_3d(dst + K_ROPE, &a.rope, bar, 0, 0, page);
-              bulk_copy(sm.base + O_SCALE + (2 * b + half) * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
-            }
+#pragma unroll
+            for (int c = 2 * part; c < 2 * part + 2; c++) tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, half ? second : first);
           }
         }
         __syncwarp();
@@ -269,10 +277,10 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-          if (part) mbar_wait(sm.landed(b, 1), parity);
+          if (part) mbar_wait(sm.landed(b, 1), parity), wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 8; k++) {
-            const int chunk = part + (k >> 2) * 2;
+            const int chunk = 2 * part + (k >> 2);
             const uint64_t da = dq + chunk * (ROWS * 128 >> 4) + (k & 3) * 2, db = dk + chunk * (CHUNK >> 4) + (k & 3) * 2;
             if (part == 0 && k == 0)
               wgmma_fp8_ss_n128_zero(S, da, db);
@@ -296,7 +304,10 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       for (int i = 0; i < AHEAD; i++) k[i] = lds_f32x4(tab + i * 64);
       wgmma_wait<0>();
       pin(S);
-      if (base + BLOCK == last && lane == 0) mbar_arrive(sm.q_empty());
+      if (lane == 0) {
+        mbar_arrive(sm.rope_freed(b));
+        if (base + BLOCK == last) mbar_arrive(sm.q_empty());
+      }
       if (base + BLOCK > tile.z) {
         const int limit0 = lds_u32(rows + 4) - base - 2 * q, limit1 = lds_u32(rows + 8 * 8 + 4) - base - 2 * q;
 #pragma unroll
@@ -385,6 +396,8 @@ DEVICE void promote(float (&O)[32], const float (&T)[32], uint32_t (&w)[8]) {
   }
 }
 
+// Slab s of a PV warpgroup: half a chunk; its chunks are 256 dims apart.
+DEVICE constexpr int slab_dim(int s) { return (s >> 1) * 256 + (s & 1) * 64; }
 // Writes a tile's result, a warp 16 dims of 64 rows. out: where row 0 of this thread's first dim goes.
 template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint32_t inverse, int q, int rows) {
   out += 2 * q * DIM;
@@ -396,8 +409,8 @@ template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint3
       // Selects, not products: a row that does not count may hold NaN.
       const float x = inv.x > 0.f ? O[s][4 * i] * inv.x : 0.f, x1 = inv.x > 0.f ? O[s][4 * i + 2] * inv.x : 0.f;
       const float y = inv.y > 0.f ? O[s][4 * i + 1] * inv.y : 0.f, y1 = inv.y > 0.f ? O[s][4 * i + 3] * inv.y : 0.f;
-      if (8 * i + 2 * q < rows) store_pair(out + 8 * i * DIM + s * 64, x, x1);
-      if (8 * i + 2 * q + 1 < rows) store_pair(out + (8 * i + 1) * DIM + s * 64, y, y1);
+      if (8 * i + 2 * q < rows) store_pair(out + 8 * i * DIM + slab_dim(s), x, x1);
+      if (8 * i + 2 * q + 1 < rows) store_pair(out + (8 * i + 1) * DIM + slab_dim(s), y, y1);
     }
   }
 }
@@ -405,7 +418,7 @@ template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint3
 DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], int piece, int wg_thread, int half) {
   forget(wg_thread), forget(piece);
   const int q = wg_thread & 3, rank = blockIdx.x % a.group;
-  const int dim = half * 256 + 16 * (wg_thread >> 5) + 2 * ((wg_thread & 31) >> 2);
+  const int dim = half * 128 + 16 * (wg_thread >> 5) + 2 * ((wg_thread & 31) >> 2);
   const Tile t(a, piece, rank);
   const uint32_t inverse = sm.base + O_INVL;
   if (t.partial())
@@ -417,7 +430,7 @@ DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], 
 }
 
 DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
-  const uint32_t lane_base = sm.base + half * 2 * CHUNK + lane * 128 + ((w ^ (lane & 7)) << 4);
+  const uint32_t lane_base = sm.base + half * CHUNK + lane * 128 + ((w ^ (lane & 7)) << 4);
   uint32_t n = 0, tiles = 0;
 #pragma unroll 1
   for (int piece = Range(a).first; piece < Range(a).last; piece++) {
@@ -432,7 +445,7 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       const uint32_t b = n & 1, parity = (n >> 1) & 1;
       const uint32_t vt_base = lane_base + b * STAGE_BYTES;
       // slab s (64 dims: half a chunk), k-step t (32 tokens)
-      auto vt = [&](int s, int t) { return (vt_base ^ ((s & 1) * 64)) + (s >> 1) * CHUNK + t * 4096; };
+      auto vt = [&](int s, int t) { return (vt_base ^ ((s & 1) * 64)) + (s >> 1) * 2 * CHUNK + t * 4096; };
       const uint64_t dp = desc_sw128(sm.base + O_P + b * ROWS * BLOCK);
       uint32_t A[4][4];                // one slab's fragments, 32 tokens each
       mbar_wait(sm.table(b), parity);  // not full: the tail must be cleared
@@ -457,7 +470,10 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       }
       mbar_wait(sm.p_full(b), parity);
       // Frees a part of the block: its last fragments sit in registers. A warp reads as one, so one lane speaks for it.
-      auto release = [&](int part) { mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]); };
+      auto release = [&](int part) {
+        __syncwarp();
+        mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]);
+      };
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         float fresh[32];
@@ -501,7 +517,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0), w = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int b = 0; b < STAGES; b++) {
-      mbar_init(sm.landed(b, 0), 1), mbar_init(sm.landed(b, 1), 1), mbar_init(sm.freed(b, 0), 8), mbar_init(sm.freed(b, 1), 8);
+      mbar_init(sm.landed(b, 0), 1), mbar_init(sm.landed(b, 1), 2), mbar_init(sm.rope_freed(b), 4), mbar_init(sm.freed(b, 0), 8), mbar_init(sm.freed(b, 1), 8);
       mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4), mbar_init(sm.factors(b), 1);
       mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
     }
