@@ -33,11 +33,11 @@ class Address(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     secret: str
 
-    def dump(self) -> bytes:
-        return msgspec.json.encode(self)
+    def dump(self) -> str:
+        return msgspec.json.encode(self).decode()
 
     @staticmethod
-    def load(data: bytes) -> Address:
+    def load(data: bytes | str) -> Address:
         return msgspec.json.decode(data, type=Address)
 
 

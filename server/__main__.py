@@ -77,7 +77,7 @@ class FrontEnd:
         )
         workers = FrontEndSocket(config.bind)
         with os.fdopen(report, "wb") as pipe:
-            pipe.write(workers.address.dump())
+            pipe.write(workers.address.dump().encode())
         self._metrics = Metrics(self._model.name)
         self._client = EngineClient(workers, parallel.dp, parallel.world_size, server, self._metrics, self._engine_died)
         self._table = StartupTable(parallel.world_size, self._client.waiting_for)
