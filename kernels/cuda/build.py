@@ -17,6 +17,7 @@ import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 from kernels.errors import KernelError
 
@@ -44,6 +45,7 @@ MODULES = {
     "quantize": Module("gemm/quantize.cu"),
     "gemm_fp8": Module("gemm/stream_fp8.cu"),
     "gemm_bf16": Module("gemm/stream_bf16.cu"),
+    "gemm_rows": Module("gemm/rows.cu", spill_allowance=8),  # NVRTC 13.0 spills 4 bytes at 288 rows, 13.5 none
     "gemm_finish": Module("gemm/finish.cu"),
     "route": Module("moe/route.cu"),
     "moe_sort": Module("moe/sort.cu"),
@@ -185,6 +187,7 @@ def problems(name: str, built: Build) -> list[str]:
         for f in built.functions
         if f.spill_stores > allowance
     ]
+    # NVRTC reports nothing when it answers from its own cache, as after the same source was built elsewhere on this machine.
     return found if built.functions else [*found, f"{name}: no kernel in the compiler's report"]
 
 

@@ -1,7 +1,8 @@
 """Dense products on Hopper, and the activation quantization that FP8 weights ask for.
 
-Block-scaled FP8 weights: up to STREAM_MAX_TOKENS tokens go through our weight-streaming kernel (csrc/gemm/), more through
-torch's block-scaled product where the shape allows it. BF16 and FP32 weights are torch's.
+Block-scaled FP8 weights, by tokens: up to 64 a kernel that gives every SM its own weight rows (csrc/gemm/rows.cu), more
+through torch's block-scaled product; where a shape fits neither, or torch's is slow, a kernel that gives every SM an equal
+run of weight blocks (csrc/gemm/stream.cuh), which also serves the experts. BF16 and FP32 weights are torch's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from kernels.errors import KernelContractError
 from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Weight
 
 TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
-STREAM_MAX_TOKENS = 128  # above it a second token tile would read the weights again
+ROWS_MAX_TOKENS = 64  # of the kernel without a split over K: one token tile
+# Slices this narrow re-read X too often to pay at few tokens (measured at 16 x 16: 10.3 us against 9.4).
+_NARROW_SLICE, _FEW_TOKENS = 16, 16
+_NARROW = 4096  # up to this N torch's product, which does not split K either, leaves SMs idle at 65 .. 128 tokens
 _STREAM_THREADS, _THREADS, _NORM_THREADS = 288, 256, 512
 _BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu and experts.cu
 _MAX_NORM_WIDTH = 16384
@@ -59,6 +63,14 @@ class _StreamArgs(ctypes.Structure):
         ("w_scale", c_void_p), ("out", c_void_p), ("partial", c_void_p), ("groups", c_void_p),
         ("experts", c_int), ("rows", c_int), ("n", c_int), ("row_tiles", c_int), ("k_blocks", c_int),
         ("scale_rows", c_int), ("out_fp32", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _RowsArgs(ctypes.Structure):
+    _fields_ = (
+        ("w", binding.TensorMap), ("x", binding.TensorMap), ("x_scale", binding.TensorMap), ("w_scale", c_void_p), ("out", c_void_p),
+        ("rows", c_int), ("n", c_int), ("k_blocks", c_int), ("scale_rows", c_int), ("tokens", c_int), ("out_fp32", c_int),
+        ("_pad", c_int * 6),
     )  # fmt: skip
 
 
@@ -189,22 +201,62 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
 def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     """x [T, K] @ weight [N, K]^T in `dtype`, BF16 or FP32.
 
-    Up to STREAM_MAX_TOKENS tokens a row's bits do not depend on its batch: the split of K depends on N and K alone.
+    Up to ROWS_MAX_TOKENS tokens a row's bits do not depend on its batch, but for the step at _FEW_TOKENS of a narrow weight.
     """
-    rows, k = x.data.shape
-    n = weight.data.shape[0]
-    load_products("fp8", x.data.device.index)
-    if rows == 0:
-        return torch.empty(0, n, dtype=dtype, device=x.data.device)
-    if rows > STREAM_MAX_TOKENS and dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0:
-        return scaled_mm(x, weight)
     check_weight("linear", weight.data, weight.scale)
+    rows, k = x.data.shape
+    n, device = weight.data.shape[0], x.data.device
+    load_products("fp8", device.index)
+    height = slice_rows(n, k, binding.sm_count(device.index))
+    kernel = None if height is None else binding.kernel("gemm_rows", "product_rows", device.index, (("ROWS", height),))
+    if rows == 0:
+        return torch.empty(0, n, dtype=dtype, device=device)
+    too_narrow = height is not None and height <= _NARROW_SLICE and rows <= _FEW_TOKENS
+    if kernel is not None and height is not None and rows <= ROWS_MAX_TOKENS and not too_narrow:
+        return _product_rows(kernel, height, x, weight, dtype)
+    if rows > (TOKEN_TILES[-1] if n <= _NARROW else ROWS_MAX_TOKENS) and takes_scaled_mm(n, k, dtype):
+        return scaled_mm(x, weight)
     return _dense(x.data, x.scale, weight.data, weight.scale, dtype)
+
+
+def slice_rows(n: int, k: int, ctas: int) -> int | None:
+    """Weight rows of a CTA when `ctas` share N (ROWS of csrc/gemm/rows.cu), None where that kernel does not fit."""
+    if k % WEIGHT_BLOCK:
+        return None
+    share = -(-n // ctas)
+    share = -(-share // 8) * 8 if share <= 64 else -(-share // 16) * 16
+    return share if share <= 288 else None
+
+
+def _product_rows(
+    kernel: binding.Kernel, height: int, x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype
+) -> torch.Tensor:
+    rows, k = x.data.shape
+    n, k_blocks = weight.data.shape[0], k // WEIGHT_BLOCK
+    tokens = next(t for t in (16, 32, 64) if t >= rows)
+    group = height if height <= 64 else height // 2  # GROUP_ROWS of csrc/gemm/rows.cu
+    steps = 1 if group > 64 else 2 if group > 32 else 4  # K_STEPS
+    out = torch.empty(rows, n, dtype=dtype, device=x.data.device)
+    args = _RowsArgs()
+    args.w = _map(weight.data, (WEIGHT_BLOCK, n, k_blocks), (k, WEIGHT_BLOCK), (WEIGHT_BLOCK, group, steps))
+    args.x = _map(x.data, (k, rows), (k,), (WEIGHT_BLOCK, tokens // 2))
+    args.x_scale = _scale_map(x.scale, (tokens, steps))
+    args.w_scale, args.out = weight.scale.data_ptr(), out.data_ptr()
+    args.rows, args.n, args.k_blocks, args.scale_rows = rows, n, k_blocks, weight.scale.shape[0]
+    args.tokens, args.out_fp32 = tokens, int(dtype is torch.float32)
+    with torch.cuda.device(x.data.device):
+        kernel.launch(-(-n // (2 * height)) * 2, _STREAM_THREADS, args, cluster=2, overlap=True)
+    return out
+
+
+def takes_scaled_mm(n: int, k: int, dtype: torch.dtype) -> bool:
+    """Whether torch's block-scaled product takes the shape: it wants K blocks in fours."""
+    return dtype is torch.bfloat16 and n % 16 == 0 and k % (4 * WEIGHT_BLOCK) == 0
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x BF16 [T, D] @ weight BF16 [E, D]^T as FP32 [T, E]: products of BF16 are exact in FP32, so a router published in
-    BF16 needs no FP32 product. Rows of up to STREAM_MAX_TOKENS tokens do not depend on their batch."""
+    BF16 needs no FP32 product. Bits of up to 128 rows do not depend on their batch."""
     op = "router_logits"
     if x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
         raise KernelContractError(op, f"x and weight must be BF16, got {x.dtype} and {weight.dtype}")
@@ -276,10 +328,7 @@ def stream(
     args.w = _map(w, (k, n, experts), (k, n * k), (width, height, 1))
     args.x = _map(x, (k, rows), (k,), (width, token_tile))
     if x_scale is not None and w_scale is not None:
-        stride = x_scale.stride(1)
-        args.x_scale = binding.tensor_map(
-            "linear", x_scale.data_ptr(), torch.float32, (rows, k_blocks), (4 * stride,), (token_tile, 1), swizzle=False
-        )
+        args.x_scale = _scale_map(x_scale, (token_tile, 1))
         args.w_scale, args.scale_rows = w_scale.data_ptr(), w_scale.shape[-2]
     args.out, args.partial, args.groups = out.data_ptr(), partial.data_ptr(), binding.pointer(groups)
     args.experts, args.rows, args.n = experts, rows, n
@@ -320,6 +369,13 @@ def check_weight(op: str, data: torch.Tensor, scale: torch.Tensor | None) -> Non
 def _map(t: torch.Tensor, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]) -> binding.TensorMap:
     """strides in elements."""
     return binding.tensor_map("linear", t.data_ptr(), t.dtype, dims, tuple(s * t.itemsize for s in strides), box)
+
+
+def _scale_map(scale: torch.Tensor, box: tuple[int, int]) -> binding.TensorMap:
+    """Of the scales of a QuantizedActivation; box: tokens, blocks."""
+    return binding.tensor_map(
+        "linear", scale.data_ptr(), scale.dtype, tuple(scale.shape), (4 * scale.stride(1),), box, swizzle=False
+    )
 
 
 def _is_split(product: ProductArgs, token_tiles: int) -> bool:

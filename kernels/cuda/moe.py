@@ -49,7 +49,7 @@ class _ScatterArgs(ctypes.Structure):
 class _GateArgs(ctypes.Structure):
     _fields_ = (
         ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("to", gemm.QuantizedArgs),
-        ("copy", c_void_p), ("experts", c_int), ("rows", c_int),
+        ("copy", c_void_p), ("experts", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -130,27 +130,11 @@ def grouped_mlp(
 
 
 def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
-    """x [T, D] through down(silu(gate x) * up x); gate_up [2 I, D], down [D, I].
-
-    With block-scaled weights and up to gemm.STREAM_MAX_TOKENS tokens: five launches, each but the first started early.
-    """
-    if not isinstance(gate_up, BlockScaledWeight) or not isinstance(down, BlockScaledWeight):
-        return gemm.linear(silu_and_mul(gemm.linear(x, gate_up)), down)
-    tokens, inner = x.shape[0], down.data.shape[1]
-    quantized = gemm.quantize_1x128(x.contiguous())
-    if x.dtype is torch.float32 or not 0 < tokens <= gemm.STREAM_MAX_TOKENS or inner % 16:
-        return gemm.linear(silu_and_mul(gemm.linear_quantized(quantized, gate_up, x.dtype)), down)
-    gemm.check_weight("gated_mlp", gate_up.data, gate_up.scale)
-    gemm.load_products("fp8", x.device.index)
-    both = torch.empty(tokens, 2 * inner, dtype=torch.bfloat16, device=x.device)
-    token_tile = gemm.token_tile(tokens)
-    product = gemm.stream(
-        quantized.data, quantized.scale, gate_up.data.unsqueeze(0), gate_up.scale, both, token_tile=token_tile, groups=None
-    )
-    gated = gemm.empty_activation(tokens, inner, x.device)
-    gate = _GateArgs(product.args, None, None, gemm.quantized_args(gated), None, 1, tokens)
-    _launch("moe", "gate_fp8", x.device, gemm.block_grid(tokens, inner), _THREADS, gate, overlap=True)
-    return gemm.linear_quantized(gated, down, torch.bfloat16)
+    """x [T, D] through down(silu(gate x) * up x); gate_up [2 I, D], down [D, I]. BF16 rows of block-scaled weights are
+    quantized in the activation's own kernel."""
+    if isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight) and x.dtype is torch.bfloat16:
+        return gemm.linear_quantized(gemm.silu_and_mul_quantized(gemm.linear(x, gate_up)), down, x.dtype)
+    return gemm.linear(silu_and_mul(gemm.linear(x, gate_up)), down)
 
 
 def _one_pass(
@@ -187,7 +171,7 @@ def _one_pass(
     product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
 
     gated, gated_scale, to, copy = _empty_rows(capacity, inner, device, quantized=down_scale is not None)
-    gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts, 0)
+    gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts)
     _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(capacity, inner), _THREADS, gate, overlap=True)
     each = torch.empty(capacity, hidden, dtype=torch.bfloat16, device=device)
     product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)

@@ -32,6 +32,17 @@ def experts(count: int, n: int, k: int, quantized: bool = True) -> Weight:
     return BlockScaledWeight(data, scale)
 
 
+def check(y: torch.Tensor, expected: torch.Tensor, *, exact: bool) -> None:
+    """exact: BF16 throughout. Otherwise the inner row is quantized from a BF16 product whose last bit the FP8 tensor core's
+    14 bits decide: about 1 % of the inner codes move by one step, 1 % of a row's norm and 3 to 5 % at worst. A wrong row or
+    scale gives errors near 1."""
+    error = (y.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1).clamp_min(1e-30)
+    assert not error.isnan().any()
+    if error.numel():
+        assert float(error.max()) < (1e-2 if exact else 8e-2)
+        assert float(error.mean()) < (5e-3 if exact else 2e-2)
+
+
 def choices(tokens: int, top_k: int, total: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.rand(tokens, total, device="cuda").topk(top_k, dim=-1).indices.int()
     return torch.rand(tokens, top_k, device="cuda"), ids
@@ -104,7 +115,7 @@ def test_grouped_mlp_matches_the_reference(tokens: int, hidden: int, inner: int,
     y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=16)
     none_local = ((ids < 16) | (ids >= 32)).all(dim=-1)
     assert (y[none_local] == 0).all()
-    assert worst_row_error(y[~none_local], expected[~none_local].double()) < 2e-2  # a code of the inner row may flip
+    check(y[~none_local], expected[~none_local], exact=kinds == (False, False))
 
 
 @pytest.mark.parametrize("tokens", [1, 70, 300])
@@ -117,7 +128,7 @@ def test_all_tokens_to_one_expert(tokens: int) -> None:
     expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
     poison_free_memory()
     y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
-    assert worst_row_error(y, expected.double()) < 2e-2
+    check(y, expected, exact=False)
 
 
 def test_nobody_is_local() -> None:
@@ -198,7 +209,7 @@ def test_gated_mlp_matches_its_three_steps(tokens: int, hidden: int, inner: int)
         weights = one if kind == "fp8" else [w.dequantize(torch.bfloat16) for w in one]
         expected = linear(silu_and_mul(linear(x, weights[0])), weights[1])
         poison_free_memory()
-        assert worst_row_error(moe.gated_mlp(x, *weights), expected.double()) < 2e-2
+        check(moe.gated_mlp(x, *weights), expected, exact=kind == "bf16")
 
 
 def test_unsupported_experts_are_refused_by_name() -> None:

@@ -9,6 +9,7 @@
 // Weights never change, so a dense product fetches its first stages before it waits for the kernel that makes X
 // (programmatic dependent launch); the activation's quantization hides behind them.
 #include "gemm/schedule.cuh"
+#include "gemm/tma.cuh"
 #include "gemm/wgmma.cuh"
 
 struct StreamArgs {
@@ -70,20 +71,6 @@ struct Cursor {
     if (++k == k_blocks) next_tile();
   }
 };
-
-// Weights: read once, so they must not push the activations out of the L2 cache.
-template <bool ONCE> DEVICE void tma_weights(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
-  constexpr uint64_t EVICT_FIRST = 0x12F0000000000000ull;  // the encoding createpolicy gives
-  if (!ONCE) return tma_3d(dst, map, bar, x, y, z);
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%3,%4,%5}], [%2], "
-      "%6;" ::"r"(dst), "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "l"(EVICT_FIRST) : "memory");
-}
-DEVICE void tma_plane(uint32_t dst, const void* map, uint32_t bar, int x, int y) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], [%2];" ::"r"(dst),
-      "l"(map), "r"(bar), "r"(x), "r"(y) : "memory");
-}
 
 template <int NT, bool FP8> DEVICE void fetch(const StreamArgs& a, Cursor cursor, int units, const int* offsets, uint32_t base) {
   using R = Ring<NT, FP8>;

@@ -1,4 +1,4 @@
-// The steps of an MLP around its two streaming products: grouped by expert, or one that every token takes.
+// The steps of the grouped expert MLP around its two streaming products.
 #include "gemm/quantize.cuh"
 #include "gemm/schedule.cuh"
 
@@ -40,11 +40,9 @@ template <bool FP8> DEVICE void scatter(const ScatterArgs& a) {
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_fp8(const ScatterArgs a) { scatter<true>(a); }
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_bf16(const ScatterArgs a) { scatter<false>(a); }
 
-// Where a row lies in the tiles of a product.
+// Where a sorted row lies in the tiles of both products.
 struct Place {
   int tile_base, tiles_here, token_tile, column;
-  DEVICE Place(int rows, int row, int tokens)  // dense
-      : tile_base(0), tiles_here((rows + tokens - 1) / tokens), token_tile(row / tokens), column(row % tokens) {}
   DEVICE Place(const int* groups, int experts, int expert, int row, int tokens) {
     const int* tiles = groups + experts + 1;
     const int in_expert = row - groups[expert];
@@ -63,26 +61,24 @@ DEVICE float4 read4(const Product& p, const Runs& runs, const Place& place, int 
 
 struct GateArgs {
   Product product;         // gate_up: [sorted rows, 2 width]
-  const int* groups;       // [2, experts + 1]; null for a dense MLP
+  const int* groups;       // [2, experts + 1]
   const int* row_experts;  // [sorted rows]
   Quantized to;            // FP8: input of the down product
   bf16* copy;              // BF16: the same, [sorted rows, width]
-  int experts, rows;       // rows: of a dense MLP
+  int experts;
 };
 
-// silu(gate) * up of every row, quantized for the down product. Grid: rows x groups of 16 blocks.
+// silu(gate) * up of every sorted row, quantized for the down product. Grid: rows x groups of 16 blocks.
 template <bool FP8> DEVICE void gate(const GateArgs& a) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const int width = a.to.width;
   const RowBlock at(width);
   const int row = at.row, block = at.block, column = at.column();
-  if (row >= (a.groups ? a.groups[a.experts] : a.rows)) return;
-  const int expert = a.groups ? a.row_experts[row] : 0;
-  if (expert < 0) return;
+  if (row >= a.groups[a.experts] || a.row_experts[row] < 0) return;
   const Schedule& s = a.product.schedule;
-  const Place place = a.groups ? Place(a.groups, a.experts, expert, row, s.token_tile) : Place(a.rows, row, s.token_tile);
-  const Runs runs(s.row_tiles * (a.groups ? a.groups[2 * a.experts + 1] : place.tiles_here) * s.k_blocks, s.ctas);
+  const Runs runs(s.row_tiles * a.groups[2 * a.experts + 1] * s.k_blocks, s.ctas);
+  const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
   float v[8];
   zero8(v);
 #pragma unroll
