@@ -289,12 +289,17 @@ class EngineClient:
         return phases
 
     async def _heartbeat(self) -> None:
+        before = time.monotonic()
         while True:
             await asyncio.sleep(PING_INTERVAL_S)
-            self._nonce += 1
+            self._receive()  # answers that wait in the socket count
             now = time.monotonic()
+            late, before = now - before - PING_INTERVAL_S, now
+            self._nonce += 1
             for number, rank in self._ranks.items():
                 self._send(rank.peer, Ping(self._nonce))
+                if late > PING_INTERVAL_S:
+                    rank.heard += late  # this process was held up itself: do not blame the rank
                 limit = self.config.heartbeat_s if self.state is not State.STARTING else START_HEARTBEAT_S
                 if self.state is not State.FAILED and now - rank.heard > limit:
                     self._fail(f"rank {number} has been silent for {now - rank.heard:.1f} s: dead or frozen")

@@ -589,3 +589,35 @@ def test_ten_thousand_malformed_bodies() -> None:
 async def _resident(http: httpx.AsyncClient) -> float:
     text = (await http.get("/metrics")).text
     return float(next(line for line in text.splitlines() if line.startswith("process_resident_memory_bytes ")).split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_slow_readers() -> None:
+    """A thousand streams at once whose clients read little and late: all get everything, other requests go on meanwhile."""
+
+    async def test() -> None:
+        async with running(max_model_len=1024, replicas={"step_s": 0.05}) as server:
+            body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True, "return_token_ids": True}).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            rng = random.Random(1)
+
+            async def read_slowly() -> int:
+                reader, writer = await asyncio.open_connection(*server.address, limit=2048)
+                writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+                received = bytearray()
+                while piece := await reader.read(700):
+                    received += piece
+                    await asyncio.sleep(rng.random() * 0.2)
+                writer.close()
+                events = [line[6:] for line in bytes(received).split(b"\n") if line.startswith(b"data: {")]
+                return sum(len(choice["token_ids"]) for event in events for choice in json.loads(event)["choices"])
+
+            readers = [asyncio.create_task(read_slowly()) for _ in range(1000)]
+            await eventually(lambda: len(server.replicas[0].live) > 500, limit_s=60)
+            assert (await server.http.get("/health")).status_code == 200
+            await asyncio.wait_for(server.post(COMPLETIONS, prompt="y", max_tokens=3), 60)
+            assert await asyncio.gather(*readers) == [60] * 1000
+            assert server.client.metrics.open_requests == 0
+
+    run(test)
