@@ -37,14 +37,18 @@ def paged_read_rate(cache: LatentCache) -> float:
     return pages.numel() * 64 * cache.format.bytes_per_token(512, 64) / timing.us * 1e-6
 
 
-def decode_calls(cache: LatentCache, lens: list[int], heads: int, query_len: int, invariant: bool = False) -> list[Callable[[], object]]:
+def decode_calls(
+    cache: LatentCache, lens: list[int], heads: int, query_len: int, invariant: bool = False
+) -> list[Callable[[], object]]:
     """One call a rotated block table."""
     seq_lens = torch.tensor(lens, dtype=torch.int32, device="cuda")
     query = workloads.random_query(cache.format, len(lens), query_len, heads)
     plan = ops.plan_decode(seq_lens, query_len=query_len, num_heads=heads, fmt=cache.format, batch_invariant=invariant)
     tables = workloads.block_tables(lens, cache.num_blocks, cache.format.bytes_per_token(512, 64))
     return [
-        lambda t=t: ops.mla_decode(query, cache, t, seq_lens, softmax_scale=SCALE, causal=True, plan=plan, out_dtype=torch.bfloat16)
+        lambda t=t: ops.mla_decode(
+            query, cache, t, seq_lens, softmax_scale=SCALE, causal=True, plan=plan, out_dtype=torch.bfloat16
+        )
         for t in tables
     ]
 
@@ -68,7 +72,9 @@ class Bench:
             calls = adapter(query, self.joined, tables, torch.tensor(lens, dtype=torch.int32, device="cuda"), SCALE)
             self._time(name, peer, calls, lens, heads, query_len)
 
-    def _time(self, name: str, kernel: str, calls: list[Callable[[], object]], lens: list[int], heads: int, query_len: int) -> None:
+    def _time(
+        self, name: str, kernel: str, calls: list[Callable[[], object]], lens: list[int], heads: int, query_len: int
+    ) -> None:
         timing = steady(calls)
         tflops = FLOP * heads * query_len * sum(lens) / timing.us * 1e-6
         tbs = sum(lens) * self.fmt.bytes_per_token(512, 64) / timing.us * 1e-6

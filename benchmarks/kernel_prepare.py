@@ -101,8 +101,13 @@ def main() -> None:
         timing = steady(calls)
         torch_us = separate_steps(calls)
         rate = size / timing.us * 1e-6
-        log.write(case=name, us=timing.us, bytes=size, tb_per_s=rate, of_copy=rate / copy, torch_us=torch_us, copy_tb_per_s=copy)
-        print(f"{name:<24} {timing.us:8.2f} us  {rate:5.2f} TB/s  {rate / copy:5.2f} of copy   torch steps, eager {torch_us:.1f} us", flush=True)
+        log.write(
+            case=name, us=timing.us, bytes=size, tb_per_s=rate, of_copy=rate / copy, torch_us=torch_us, copy_tb_per_s=copy
+        )
+        print(
+            f"{name:<24} {timing.us:8.2f} us  {rate:5.2f} TB/s  {rate / copy:5.2f} of copy   torch steps, eager {torch_us:.1f} us",
+            flush=True,
+        )
         del calls
         torch.cuda.empty_cache()
 

@@ -32,7 +32,10 @@ def random_cache(fmt: CacheFormat, blocks: int = POOL_BLOCKS) -> LatentCache:
     )
     for i in range(0, blocks, 4096):
         part = slice(i, i + 4096)
-        content, rope = torch.randn(cache.content[part].shape, device="cuda"), torch.randn(cache.rope[part].shape, device="cuda")
+        content, rope = (
+            torch.randn(cache.content[part].shape, device="cuda"),
+            torch.randn(cache.rope[part].shape, device="cuda"),
+        )
         if cache.scale is None:
             cache.content[part], cache.rope[part] = content.to(fmt.content_dtype), rope.to(fmt.rope_dtype)
         else:

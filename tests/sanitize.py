@@ -17,7 +17,18 @@ from kernels import ops
 from kernels.layout import CacheFormat
 from tests.kernels import cases
 
-KERNELS = ("mla_decode", "plan_decode", "combine_decode", "append_kv", "quantize_q", "fetch_dequant", "rms_norm", "rope", "silu", "merge")
+KERNELS = (
+    "mla_decode",
+    "plan_decode",
+    "combine_decode",
+    "append_kv",
+    "quantize_q",
+    "fetch_dequant",
+    "rms_norm",
+    "rope",
+    "silu",
+    "merge",
+)
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
 
@@ -26,7 +37,11 @@ def work() -> None:
     device = "cuda"
     table = torch.randn(512, 64, device=device)
     for fmt in (CacheFormat.FP8, CacheFormat.BF16):
-        for lens, heads, query_len, invariant in (([0, 1, 130, 700], 16, 2, False), ([3000], 128, 1, False), ([65] * 3, 64, 4, True)):
+        for lens, heads, query_len, invariant in (
+            ([0, 1, 130, 700], 16, 2, False),
+            ([3000], 128, 1, False),
+            ([65] * 3, 64, 4, True),
+        ):
             p = cases.random_problem(lens, heads, query_len, fmt=fmt)
             plan = ops.plan_decode(p.seq_lens, query_len=query_len, num_heads=heads, fmt=fmt, batch_invariant=invariant)
             ops.mla_decode(
@@ -35,7 +50,9 @@ def work() -> None:
             )  # fmt: skip
         x, positions = torch.randn(70, 576, device=device).bfloat16(), torch.arange(70, device=device)
         ops.append_kv(p.cache, x[:, :512], x[:, 512:], x[0, :512].contiguous(), positions, table, positions, eps=1e-6, keep=3)
-        ops.quantize_q(torch.randn(5, 16, 512, device=device), torch.randn(5, 16, 64, device=device), positions[:5], table, fmt=fmt)
+        ops.quantize_q(
+            torch.randn(5, 16, 512, device=device), torch.randn(5, 16, 64, device=device), positions[:5], table, fmt=fmt
+        )
         cu_lens = torch.tensor([0, 40, 65], dtype=torch.int32, device=device)
         starts = torch.tensor([3, 0], dtype=torch.int32, device=device)
         ops.fetch_dequant(p.cache, p.block_table[:2], starts, cu_lens, total=65, dtype=torch.bfloat16)
@@ -67,7 +84,12 @@ def main() -> int:
                 command += ["--kernel-regex", f"kns={name}"]
         done = subprocess.run([*command, sys.executable, "-m", "tests.sanitize", "--work"], capture_output=True, text=True)
         lines = (done.stdout + done.stderr).splitlines()
-        print(f"{tool}: exit {done.returncode}", *[x for x in lines if "SUMMARY" in x or "hazard" in x.lower()][:12], sep="\n  ", flush=True)
+        print(
+            f"{tool}: exit {done.returncode}",
+            *[x for x in lines if "SUMMARY" in x or "hazard" in x.lower()][:12],
+            sep="\n  ",
+            flush=True,
+        )
         if done.returncode:
             failed.append(tool)
             print("\n".join(lines[:80]))

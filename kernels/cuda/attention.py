@@ -57,7 +57,9 @@ def _one_sequence(
     return merge_attention(*_fused(q, k[:before], v[:before], scale, causal=False), *square)
 
 
-def _fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Square causal or full attention of one sequence; out [Tq, H, Dv], lse FP32 [Tq, H]."""
     qh, kh, vh = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     if q.dtype is torch.bfloat16 and max(q.shape[2], v.shape[2]) <= _BF16_MAX_DIM and q.shape[2] % 8 == v.shape[2] % 8 == 0:

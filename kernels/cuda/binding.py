@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -49,7 +49,7 @@ def require_hopper(op: str, device: torch.device) -> None:
         )
 
 
-@lru_cache(maxsize=None)
+@cache
 def sm_count(device_index: int) -> int:
     return torch.cuda.get_device_properties(device_index).multi_processor_count
 
@@ -94,7 +94,9 @@ class Kernel:
         overlap: start while the stream's previous kernel finishes (the kernel waits for its memory itself).
         """
         if ctypes.sizeof(arguments) != self.argument_bytes:
-            raise KernelError(self.name, f"argument struct has {ctypes.sizeof(arguments)} bytes, the kernel expects {self.argument_bytes}")
+            raise KernelError(
+                self.name, f"argument struct has {ctypes.sizeof(arguments)} bytes, the kernel expects {self.argument_bytes}"
+            )
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
@@ -121,7 +123,7 @@ class Kernel:
                 raise KernelError(self.name, f"failed on the device: {error}") from error
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(module: str, name: str, device_index: int, defines: tuple[tuple[str, int], ...] = ()) -> Kernel:
     """The loaded kernel, compiled and loaded at the first call in this process."""
     return Kernel(module, name, device_index, defines)

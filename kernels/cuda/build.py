@@ -115,7 +115,7 @@ def build(name: str, extra_defines: dict[str, int] | None = None) -> Build:
     return built
 
 
-def _nvrtc(name: str):
+def _nvrtc(name: str) -> ModuleType:
     try:
         from cuda.bindings import nvrtc
 
@@ -133,7 +133,7 @@ def _ok(name: str, result: tuple) -> tuple:
     return result[1:]
 
 
-def _compile(name: str, nvrtc, source: str, label: str, options: list[str]) -> Build:
+def _compile(name: str, nvrtc: ModuleType, source: str, label: str, options: list[str]) -> Build:
     headers = _headers()
     program = _ok(
         name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -29,7 +30,7 @@ _MergeArgs = binding.struct("_MergeArgs", [
 ])  # fmt: skip
 
 
-def _launch(op: str, x: torch.Tensor, grid: int, args) -> None:  # noqa: ANN001
+def _launch(op: str, x: torch.Tensor, grid: int, args: ctypes.Structure) -> None:
     if x.dtype not in _NAMES:
         raise KernelContractError(op, f"BF16 or FP32 expected, got {x.dtype}")
     if grid:
@@ -102,6 +103,8 @@ def merge_attention(
     tokens, heads, dim = out_a.shape
     a, b, la, lb = out_a.contiguous(), out_b.contiguous(), lse_a.contiguous(), lse_b.contiguous()
     out, lse = torch.empty_like(a), torch.empty_like(la)
-    args = _MergeArgs(a.data_ptr(), b.data_ptr(), la.data_ptr(), lb.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, dim)
+    args = _MergeArgs(
+        a.data_ptr(), b.data_ptr(), la.data_ptr(), lb.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, dim
+    )
     _launch("merge_attention", a, -(-(tokens * heads) // 8), args)
     return out, lse

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
@@ -36,7 +37,7 @@ _FetchArgs = binding.struct("_FetchArgs", [
 ])  # fmt: skip
 
 
-def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device, rows: int, args) -> None:  # noqa: ANN001
+def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device, rows: int, args: ctypes.Structure) -> None:
     if rows == 0:
         return
     with torch.cuda.device(device):
@@ -87,7 +88,11 @@ def quantize_q(
     rope_dim = q_rope.shape[2]
     _check_tables(op, device, positions, cos_sin)
     fp8 = fmt is CacheFormat.FP8
-    _require(not fp8 or (dim, rope_dim) == (FP8_LATENT_DIM, FP8_ROPE_DIM), op, f"the fp8 format has 512 + 64 dims, got {dim} + {rope_dim}")
+    _require(
+        not fp8 or (dim, rope_dim) == (FP8_LATENT_DIM, FP8_ROPE_DIM),
+        op,
+        f"the fp8 format has 512 + 64 dims, got {dim} + {rope_dim}",
+    )
     q_content, q_rope = _same_dtype(q_content, q_rope)
     if fp8:
         q_content = _vectors(q_content)
@@ -125,7 +130,11 @@ def append_kv(
     _check_cache(op, cache, device)
     _require(slots.device == device and slots.is_contiguous(), op, f"slots must be contiguous on {device}")
     _require(norm_weight.device == device and norm_weight.is_contiguous(), op, f"norm_weight must be contiguous on {device}")
-    _require(norm_weight.dtype in _NAMES and norm_weight.data_ptr() % 16 == 0, op, "norm_weight must be BF16 or FP32, aligned to 16 bytes")
+    _require(
+        norm_weight.dtype in _NAMES and norm_weight.data_ptr() % 16 == 0,
+        op,
+        "norm_weight must be BF16 or FP32, aligned to 16 bytes",
+    )
     dtype = latent.dtype
     latent, k_rope = _same_dtype(latent, k_rope)
     if cache.format is CacheFormat.FP8:

@@ -93,7 +93,9 @@ def plan_decode(
     batch-invariant."""
     device = seq_lens.device
     if fmt is CacheFormat.FP32:
-        raise KernelError("plan_decode", "the Hopper kernels read fp8 and bf16 caches; run with the reference backend (--kernels reference)")
+        raise KernelError(
+            "plan_decode", "the Hopper kernels read fp8 and bf16 caches; run with the reference backend (--kernels reference)"
+        )
     if not seq_lens.is_contiguous():
         raise KernelContractError("plan_decode", "seq_lens must be contiguous")
     g = Geometry(seq_lens.shape[0], query_len, num_heads, binding.sm_count(device.index), batch_invariant)
@@ -198,16 +200,25 @@ def _check(
         if part is None:
             continue
         require(part.device == device, f"cache.{name} is on {part.device}, the query on {device}")
-        require(part.shape[:2] == (cache.num_blocks, BLOCK_SIZE), f"cache.{name} must be [{cache.num_blocks}, 64, ...], got {tuple(part.shape)}")
+        require(
+            part.shape[:2] == (cache.num_blocks, BLOCK_SIZE),
+            f"cache.{name} must be [{cache.num_blocks}, 64, ...], got {tuple(part.shape)}",
+        )
         dense = part.stride(-1) == 1 and (part.ndim == 2 or part.stride(1) == part.shape[2])
         require(dense, f"cache.{name}'s tokens must be dense within a block")
-        require(part.data_ptr() % 16 == 0 and part.stride(0) * part.itemsize % 16 == 0, f"cache.{name} and its block stride must be aligned to 16 bytes")
+        require(
+            part.data_ptr() % 16 == 0 and part.stride(0) * part.itemsize % 16 == 0,
+            f"cache.{name} and its block stride must be aligned to 16 bytes",
+        )
     for name, part in {"content": query.content, "rope": query.rope}.items():
         require(part.data_ptr() % 16 == 0, f"query.{name} must be aligned to 16 bytes")
     if query.scale is not None:
         require(cache.scale is not None and cache.scale.dtype == torch.float32, "cache.scale must be FP32")
         require(query.scale.dtype == torch.float32 and query.scale.is_contiguous(), "query.scale must be FP32 and contiguous")
-        require(query.scale.shape == query.content.shape[:3], f"query.scale must be {tuple(query.content.shape[:3])}, got {tuple(query.scale.shape)}")
+        require(
+            query.scale.shape == query.content.shape[:3],
+            f"query.scale must be {tuple(query.content.shape[:3])}, got {tuple(query.scale.shape)}",
+        )
 
 
 def fill_maps(op: str, args: _DecodeArgs | PagedReadArgs, cache: LatentCache) -> None:

@@ -128,7 +128,9 @@ def strided(cache: LatentCache, layers: int = 3, layer: int = 1) -> LatentCache:
     """The same cache as one layer of a pool that interleaves layers block by block; the other layers hold NaN."""
 
     def spread(x: torch.Tensor) -> torch.Tensor:
-        pool = torch.full((x.shape[0], layers, *x.shape[1:]), 0xFF, dtype=torch.uint8, device=x.device) if x.dtype == FP8 else None
+        pool = (
+            torch.full((x.shape[0], layers, *x.shape[1:]), 0xFF, dtype=torch.uint8, device=x.device) if x.dtype == FP8 else None
+        )
         if pool is None:
             pool = torch.full((x.shape[0], layers, *x.shape[1:]), math.nan, dtype=x.dtype, device=x.device)
         else:

@@ -53,7 +53,9 @@ def test_quantize_q(fmt: CacheFormat, dtype: torch.dtype, tokens: int, heads: in
         cuda_rope[..., 128:] = rope.cuda()
         got = ops.quantize_q(cuda_content, cuda_rope[..., 128:], positions.cuda(), table(dim=rope_dim).cuda(), fmt=fmt)
         same_codes(got.content, want.content)
-        torch.testing.assert_close(got.rope.cpu().float(), want.rope.float(), rtol=0.008, atol=1e-3 if fmt is CacheFormat.FP32 else 0.02)
+        torch.testing.assert_close(
+            got.rope.cpu().float(), want.rope.float(), rtol=0.008, atol=1e-3 if fmt is CacheFormat.FP32 else 0.02
+        )
         if want.scale is not None:
             torch.testing.assert_close(got.scale.cpu(), want.scale, rtol=1e-6, atol=0)
             assert float(got.scale[0, 0]) == pytest.approx(AMAX_FLOOR / FP8_MAX)
@@ -94,7 +96,9 @@ def test_fetch_dequant(fmt: CacheFormat, dtype: torch.dtype) -> None:
         blocks = 12
         content, rope = torch.randn(blocks, 64, dim), torch.randn(blocks, 64, rope_dim)
         host = cases.store_cache(content, rope, fmt)
-        device = cases.strided(LatentCache(host.content.cuda(), host.rope.cuda(), None if host.scale is None else host.scale.cuda()))
+        device = cases.strided(
+            LatentCache(host.content.cuda(), host.rope.cuda(), None if host.scale is None else host.scale.cuda())
+        )
         block_table = torch.tensor([[3, 1, 4, -1], [5, 9, 2, 6], [0, -1, -1, -1]], dtype=torch.int32)
         starts = torch.tensor([10, 0, 64], dtype=torch.int32)
         cu_lens = torch.tensor([0, 170, 426, 426], dtype=torch.int32)
@@ -109,8 +113,19 @@ def test_fetch_dequant(fmt: CacheFormat, dtype: torch.dtype) -> None:
 def test_empty_batches() -> None:
     cache = LatentCache.allocate(CacheFormat.FP8, 2, 512, 64, "cuda")
     none = torch.empty(0, dtype=torch.int64, device="cuda")
-    ops.append_kv(cache, torch.empty(0, 512, device="cuda"), torch.empty(0, 64, device="cuda"), torch.ones(512, device="cuda"), none, table().cuda(), none, eps=1e-6)
-    assert ops.quantize_q(torch.empty(0, 4, 512, device="cuda"), torch.empty(0, 4, 64, device="cuda"), none, table().cuda(), fmt=CacheFormat.FP8).content.shape == (0, 4, 512)
+    ops.append_kv(
+        cache,
+        torch.empty(0, 512, device="cuda"),
+        torch.empty(0, 64, device="cuda"),
+        torch.ones(512, device="cuda"),
+        none,
+        table().cuda(),
+        none,
+        eps=1e-6,
+    )
+    assert ops.quantize_q(
+        torch.empty(0, 4, 512, device="cuda"), torch.empty(0, 4, 64, device="cuda"), none, table().cuda(), fmt=CacheFormat.FP8
+    ).content.shape == (0, 4, 512)
 
 
 def test_a_slot_outside_the_pool_writes_nothing() -> None:
@@ -135,7 +150,9 @@ def test_prepared_data_gives_the_attention_of_the_real_values() -> None:
     query = ops.quantize_q(q, q_rope, positions[-1:], cos_sin, fmt=CacheFormat.FP8).unflatten(1, 1)
     lens = torch.tensor([tokens], dtype=torch.int32, device="cuda")
     plan = ops.plan_decode(lens, query_len=1, num_heads=heads, fmt=CacheFormat.FP8)
-    out, _ = ops.mla_decode(query, cache, block_table, lens, softmax_scale=1 / math.sqrt(576), causal=True, plan=plan, out_dtype=torch.float32)
+    out, _ = ops.mla_decode(
+        query, cache, block_table, lens, softmax_scale=1 / math.sqrt(576), causal=True, plan=plan, out_dtype=torch.float32
+    )
     rotated = ops.rope(q_rope, positions[-1:], cos_sin, interleaved=True)
     logits = (q[0].double() @ keep.double().T + rotated[0].double() @ keep_rope.double().T) / math.sqrt(576)
     truth = logits.softmax(-1) @ keep.double()

@@ -39,7 +39,10 @@ def test_rope(dtype: torch.dtype, interleaved: bool) -> None:
     cos_sin = torch.cat((angle.cos(), angle.sin()), -1).float()
     positions = torch.randint(0, 100, (9,))
     for x in (torch.randn(9, 64).to(dtype), torch.randn(9, 5, 192).to(dtype)[..., 128:]):
-        close(ops.rope(x.cuda(), positions.cuda(), cos_sin.cuda(), interleaved=interleaved), ops.rope(x, positions, cos_sin, interleaved=interleaved))
+        close(
+            ops.rope(x.cuda(), positions.cuda(), cos_sin.cuda(), interleaved=interleaved),
+            ops.rope(x, positions, cos_sin, interleaved=interleaved),
+        )
 
 
 @DTYPES
@@ -64,7 +67,9 @@ def test_merge_attention(dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lens", [[(300, 300)], [(128, 128), (1, 1), (65, 65)], [(64, 200), (0, 30), (7, 0), (100, 64), (1, 500)]])
+@pytest.mark.parametrize(
+    "lens", [[(300, 300)], [(128, 128), (1, 1), (65, 65)], [(64, 200), (0, 30), (7, 0), (100, 64), (1, 500)]]
+)
 def test_prefill_attention(dtype: torch.dtype, causal: bool, lens: list[tuple[int, int]]) -> None:
     heads = 4
     len_q, len_k = [q for q, _ in lens], [k for _, k in lens]

@@ -84,7 +84,21 @@ def test_bf16_output_is_the_rounded_fp32_output(fmt: CacheFormat) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("lens", [[1], [64], [4096], [65536], [131072 + 7], [20000] * 3, [300] * 200, [90, 300, 129] * 100, [1024] * 32, [8000, 1, 0, 120000]])
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [1],
+        [64],
+        [4096],
+        [65536],
+        [131072 + 7],
+        [20000] * 3,
+        [300] * 200,
+        [90, 300, 129] * 100,
+        [1024] * 32,
+        [8000, 1, 0, 120000],
+    ],
+)
 @pytest.mark.parametrize("heads", [16, 128])
 def test_splits(fmt: CacheFormat, lens: list[int], heads: int) -> None:
     """From one piece of work to more pieces than CTAs."""
@@ -225,8 +239,13 @@ def test_batch_invariant_rows_do_not_depend_on_the_batch(fmt: CacheFormat) -> No
     together = decode(p, invariant=True)
     check(p, 1.2, invariant=True)
     for i in range(5):
-        query = LatentQuery(*(None if x is None else x[i : i + 1].contiguous() for x in (p.query.content, p.query.rope, p.query.scale)))
-        alone = decode(replace(p, query=query, block_table=p.block_table[i : i + 1], seq_lens=p.seq_lens[i : i + 1].contiguous()), invariant=True)
+        query = LatentQuery(
+            *(None if x is None else x[i : i + 1].contiguous() for x in (p.query.content, p.query.rope, p.query.scale))
+        )
+        alone = decode(
+            replace(p, query=query, block_table=p.block_table[i : i + 1], seq_lens=p.seq_lens[i : i + 1].contiguous()),
+            invariant=True,
+        )
         assert torch.equal(alone[0][0], together[0][i]) and torch.equal(alone[1][0], together[1][i])
 
 
@@ -278,7 +297,9 @@ def test_accuracy_against_unquantized_inputs() -> None:
             q_rope = torch.randn(1, 1, heads, 64, device="cuda", generator=gen)
             scale = 1.0 / math.sqrt(576)
             if name != "normal":
-                content *= torch.exp(torch.empty(blocks, 64, 1, device="cuda").uniform_(math.log(0.1), math.log(3.0), generator=gen))
+                content *= torch.exp(
+                    torch.empty(blocks, 64, 1, device="cuda").uniform_(math.log(0.1), math.log(3.0), generator=gen)
+                )
                 rope *= 2.0
                 size = torch.tensor([100.0, 220.0, 460.0, 1000.0], device="cuda")
                 rope[..., 5:9] = size * (1 + 0.05 * torch.randn(blocks, 64, 4, device="cuda", generator=gen))

@@ -1,0 +1,33 @@
+"""How query rows map to tiles and CTAs: a pure function of shapes, so it needs no device."""
+
+from __future__ import annotations
+
+import pytest
+
+from kernels.cuda.mla_decode import MAX_GROUP, TILE_ROWS, Geometry
+
+
+@pytest.mark.parametrize("sm_count", [114, 132])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_every_row_has_a_tile_and_every_group_fits_the_device(sm_count: int, invariant: bool) -> None:
+    for heads in range(1, 129):
+        for query_len in range(1, 5):
+            g = Geometry(3, query_len, heads, sm_count, invariant)
+            assert g.units * g.group * TILE_ROWS >= query_len * heads > (g.tiles - 1) * TILE_ROWS
+            assert 1 <= g.group <= MAX_GROUP and g.units * g.group - g.tiles < g.group
+            assert g.groups * g.group <= sm_count < (g.groups + 1) * g.group
+
+
+def test_workspace_is_bounded_whatever_the_batch() -> None:
+    """Balanced plans leave at most two partial tiles a CTA: 264 tiles of 131 KB on an H200."""
+    for batch in (1, 32, 512):
+        g = Geometry(batch, 1, 128, 132, False)
+        assert g.max_slots * g.group == 264
+    assert Geometry(4, 1, 64, 132, True).max_slots == 4 * 8
+
+
+def test_common_shapes() -> None:
+    one, two, four = (Geometry(32, s, h, 132, False) for s, h in ((1, 16), (1, 128), (2, 128)))
+    assert (one.tiles, one.groups) == (1, 132)
+    assert (two.tiles, two.group, two.groups) == (2, 2, 66)
+    assert (four.tiles, four.group, four.groups) == (4, 4, 33)
