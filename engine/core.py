@@ -14,14 +14,19 @@ from typing import Protocol
 import msgspec
 
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
-from engine.plan import StepPlan, StepResult
+from engine.plan import Agreement, StepPlan, StepResult
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
 
 class Executor(Protocol):
-    """What runs plans. engine/executor.py has the real one, which host files cannot import."""
+    """What runs plans. engine/executor.py has the real one, which host files cannot import.
+
+    agreement: what the replicas agreed on for the plan submitted last; read in lockstep only
+    """
+
+    agreement: Agreement
 
     def submit(self, plan: StepPlan) -> None:
         """Hand over a plan without waiting for its result."""
@@ -71,7 +76,7 @@ class EngineCore:
         started = time.perf_counter()
         submitted = False
         if not self._scheduler.must_wait:
-            plan = self._scheduler.schedule()
+            plan = self._scheduler.schedule(prefill=not self._lockstep or self._executor.agreement.prefill_next)
             if self._lockstep or not plan.is_empty:
                 self._executor.submit(plan)
                 self._plans.append(plan)

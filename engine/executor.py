@@ -78,8 +78,16 @@ class Executor:
 
     def _agree(self, plan: StepPlan) -> Agreement:
         prefill_tokens = sum(step.num_tokens for step in plan.prefills)
-        mine = [len(plan.decodes), plan.query_len, prefill_tokens, not plan.is_empty, self._stop, plan.draft_depth]
-        decodes, query_lens, prefills, works, stops, depths = zip(
+        mine = [
+            len(plan.decodes),
+            plan.query_len,
+            prefill_tokens,
+            not plan.is_empty,
+            self._stop,
+            plan.draft_depth,
+            plan.wants_prefill,
+        ]
+        decodes, query_lens, prefills, work, stops, depths, wants = zip(
             *self._parallel.leaders_all_gather([int(value) for value in mine])
         )
         query_len, stop = max(query_lens), any(stops)
@@ -89,9 +97,10 @@ class Executor:
             query_len=query_len,
             decode_only=not any(prefills),
             # Once anybody stops nothing is run any more: the ranks that stop would be missing in its collectives.
-            any_work=any(works) and not stop,
+            any_work=any(work) and not stop,
             stop=stop,
             draft_depth=max(depths),
+            prefill_next=any(wants),
         )
 
     def _tell_followers(self, plan: StepPlan) -> None:

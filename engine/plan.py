@@ -71,12 +71,14 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     any_work: bool
     stop: bool = False
     draft_depth: int = 0  # drafts made after the step: the most any replica wants, so that all run as many passes
+    prefill_next: bool = False  # the next step may hold prefill, on every replica at once
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     """One step of one replica. decodes have one query row (plus drafts) and run absorbed; prefills run expanded.
 
     draft_depth: drafts the next step of this replica can use
+    wants_prefill: this replica has prompts left to compute after the step
     """
 
     step: int
@@ -85,6 +87,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     new_sequences: list[NewSequence] = []
     freed_rows: list[int] = []
     draft_depth: int = 0
+    wants_prefill: bool = False
     agreement: Agreement | None = None
 
     @property

@@ -67,7 +67,8 @@ class Leader:
     def run(self) -> None:
         """Until all replicas agreed to stop."""
         while True:
-            idle = not self._core.has_work and not (self._lockstep and self._executor.agreement.any_work)
+            agreement = self._executor.agreement
+            idle = not self._core.has_work and not (self._lockstep and (agreement.any_work or agreement.prefill_next))
             self._heartbeat.moved(busy=not idle)
             for message in self._link.receive(self.IDLE_TICK_S if idle and not self._stopping else 0.0):
                 self._handle(message)

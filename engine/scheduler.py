@@ -15,6 +15,9 @@ and nobody is preempted whose blocks would not become available. Nothing is admi
 first of the running sequences can always preempt the others, and one request alone always fits (checked by `add`), so
 every non-empty schedule moves.
 
+Replicas that step together hold prompts back until their agreement opens the next step for prefill on all of them, so that
+a step is decode-only, and a graph, everywhere or nowhere.
+
 One plan may be in flight while the next is made: num_computed advances at schedule time, a sequence whose last token is
 still on the device is planned with token_ids empty, and `update` applies results one step late. Rows and blocks are given
 away the moment the host lets go of them, although a step in flight may still write there. That is safe because ranks run
@@ -176,8 +179,10 @@ class Scheduler:
 
     # ---- planning
 
-    def schedule(self) -> StepPlan:
+    def schedule(self, *, prefill: bool = True) -> StepPlan:
         """Plan one step. An empty plan holds nothing the ranks must know and needs no `update`.
+
+        prefill: False plans decodes alone, as replicas that step together do until they have agreed on a step for prompts
 
         Slots for all query tokens are in the row's block table, and for the draft pass as far as the request can ever get:
         ranks write no draft entry beyond their table.
@@ -189,15 +194,18 @@ class Scheduler:
         decodes, requests, prefilling, settled = self._plan_decodes()
         num_drafts = sum(step.num_drafts for step in decodes) if self._num_speculative_tokens else 0
         budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
-        chunks, budget = self._share_among_prefills(prefilling, budget)
+        chunks: list[_Chunk] = []
         admitted: list[Request] = []
-        if settled and self._waiting:
-            budget = self._admit(chunks, budget)
-            admitted = [chunk.request for chunk in chunks[len(prefilling) :]]
-        self._spend_rest(chunks, budget)
+        if prefill:
+            chunks, budget = self._share_among_prefills(prefilling, budget)
+            if settled and self._waiting:
+                budget = self._admit(chunks, budget)
+                admitted = [chunk.request for chunk in chunks[len(prefilling) :]]
+            self._spend_rest(chunks, budget)
         prefills = [self._prefill_step(chunk) for chunk in chunks]
+        wants_prefill = bool(self._waiting) or any(not request.decoding for request in prefilling)
         if not decodes and not prefills:
-            return StepPlan(step=self._num_steps)
+            return StepPlan(step=self._num_steps, wants_prefill=wants_prefill)
         requests += [chunk.request for chunk in chunks]
         most = self._config.speculative_max_batch
         self._draft_depth = 0 if most and len(self._running) > most else self._num_speculative_tokens
@@ -208,6 +216,7 @@ class Scheduler:
             new_sequences=[request.new_sequence() for request in admitted],
             freed_rows=self._freed_rows,
             draft_depth=self._draft_depth,
+            wants_prefill=wants_prefill,
         )
         self._freed_rows = []
         self._in_flight.append(_InFlight(self._num_steps, requests, num_drafts > 0))

@@ -12,10 +12,12 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from engine.block_manager import BLOCK_SIZE
 from engine.config import SchedulerConfig
 from engine.messages import AddRequest, TokenLogprob
-from engine.plan import NewSequence, RowResult, SequenceStep, StepPlan, StepResult
+from engine.plan import Agreement, NewSequence, RowResult, SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
 
 VOCAB = 40
@@ -69,11 +71,13 @@ class FakeDevice:
         self.num_drafts = num_drafts
         self.fail: dict[str, str] = {}
         self.plans: list[StepPlan] = []
+        self.agreement = Agreement(rows=0, sequences=0, query_len=1, decode_only=True, any_work=False)
         self._results: deque[StepResult] = deque()
 
     def submit(self, plan: StepPlan) -> None:
         assert len(self._results) < 2, "more than one plan was in flight"
         self.plans.append(plan)
+        self.agreement = msgspec.structs.replace(self.agreement, any_work=not plan.is_empty, prefill_next=plan.wants_prefill)
         assert plan.num_tokens <= self.config.max_num_batched_tokens
         for row in plan.freed_rows:
             del self.rows[row]

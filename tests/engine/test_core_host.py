@@ -3,6 +3,7 @@ gives each request the text it would have alone, exactly one end, and books that
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import pytest
@@ -338,6 +339,25 @@ def test_lockstep_submits_empty_plans() -> None:
         host.step()
     host.check()
     assert sum(plan.is_empty for plan in host.device.plans) >= 3
+
+
+def test_lockstep_holds_prompts_until_all_replicas_open_the_step() -> None:
+    """Prompts are computed only in steps that the agreement before them opened, so that other steps stay decode-only."""
+    host = Host(asynchronous=True)
+    host.core = type(host.core)(host.scheduler, host.device, asynchronous=True, lockstep=True)
+    host.add(request("a", 100, 20))
+    for step in range(200):
+        if step == 5:
+            host.add(request("b", 200, 6))
+        host.step()
+        if step > 5 and not host.core.has_work:
+            break
+    host.check()
+    plans = host.device.plans
+    assert any(plan.prefills for plan in plans) and any(plan.decodes and not plan.prefills for plan in plans)
+    for before, plan in itertools.pairwise(plans):
+        assert before.wants_prefill or not plan.prefills
+    assert not plans[0].prefills
 
 
 def test_a_leak_is_logged_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
