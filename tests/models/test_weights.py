@@ -14,7 +14,7 @@ from kernels.layout import BlockScaledWeight, CacheFormat
 from models.causal_lm import load_model
 from models.config import ModelConfigError, check_parallel, load_model_config
 from models.parallel import ParallelContext
-from models.weights import Checkpoint, Part, RandomSource, Weights, WeightsError
+from models.weights import Checkpoint, Part, ProgressLine, RandomSource, Weights, WeightsError
 from tests.models.driver import Driver
 from tests.reference_checkpoints import reference_checkpoint, references
 
@@ -231,6 +231,23 @@ def test_progress_reaches_the_total(checkpoint) -> None:
     seen = []
     load(checkpoint, progress=lambda done, total: seen.append((done, total)))
     assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] > 0
+
+
+def test_progress_line_shows_the_rate_of_long_loads_only(capsys, monkeypatch) -> None:
+    """Report L10: progress with its rate."""
+    now = [0.0]
+    monkeypatch.setattr("models.weights.time.monotonic", lambda: now[0])
+    short, long = ProgressLine("Loading"), ProgressLine("Loading", interval_s=10.0)
+    now[0] = 0.5
+    short(10**9, 10**9)
+    assert capsys.readouterr().err == ""
+    for now[0], done in ((4.0, 2 * 10**9), (5.0, 3 * 10**9), (20.0, 10**10)):
+        long(done, 10**10)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.strip() for line in lines] == [
+        "Loading: 2.00 of 10.00 GB, 0.50 GB/s, 16 s left",
+        "Loading: 10.00 of 10.00 GB, 0.50 GB/s, in 20 s",
+    ]
 
 
 def test_every_tensor_is_read_once(checkpoint, monkeypatch) -> None:
