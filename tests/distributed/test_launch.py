@@ -31,8 +31,8 @@ def ends_clean(launched: Launched, nonzero: bool, limit_s: float = END_S) -> Non
 
 @pytest.mark.timeout(420)
 def test_the_literal_command(tmp_path: Path) -> None:
-    """Report D09, D11, O09: `torchrun -m engine.launch --dp 4 --tp 2` serves the demo model with the same tokens on every
-    replica, lets a stream finish after SIGTERM, and leaves nothing behind."""
+    """Report D01, D09, D11, O09: `torchrun -m engine.launch --dp 4 --tp 2` serves the demo model with the same tokens on every
+    replica while the others are idle, lets a stream finish after SIGTERM, and leaves nothing behind."""
     with Launched(torchrun(), "--dp", "4", "--tp", "2", *SMALL, "--cache-format", "fp32", log=tmp_path / "log") as launched:
         launched.wait_ready()
         assert launched.text().startswith("serving the bundled demo model")
