@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -109,6 +110,11 @@ def build(name: str, extra_defines: dict[str, int] | None = None) -> Build:
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent, or damaged by hand: build it again
     built = _compile(name, nvrtc, source, module.source, options)
+    if not built.functions:
+        # NVRTC answered from its own cache, as after the same source was built elsewhere on this machine, and then reports
+        # nothing. An unused variable of a new name makes the program another one.
+        fresh = f'{source}\nextern "C" __device__ int build_{time.time_ns()};\n'
+        built = _compile(name, nvrtc, fresh, module.source, options)
     _write(cubin_path, built.cubin)
     report = {"functions": [asdict(f) for f in built.functions], "warnings": built.warnings}
     _write(report_path, json.dumps(report).encode())  # last: it vouches for the cubin
@@ -187,7 +193,6 @@ def problems(name: str, built: Build) -> list[str]:
         for f in built.functions
         if f.spill_stores > allowance
     ]
-    # NVRTC reports nothing when it answers from its own cache, as after the same source was built elsewhere on this machine.
     return found if built.functions else [*found, f"{name}: no kernel in the compiler's report"]
 
 

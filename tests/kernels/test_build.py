@@ -63,6 +63,20 @@ ptxas info    : Used 168 registers, used 1 barriers"""
     assert compiler.problems("decode_fp8", compiler.Build(b"")) == ["decode_fp8: no kernel in the compiler's report"]
 
 
+def test_a_build_without_a_report_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVRTC reports no registers when it answers from its own cache."""
+    real, sources = compiler._compile, []
+
+    def silent_once(name: str, nvrtc, source: str, label: str, options: list[str]) -> compiler.Build:
+        sources.append(source)
+        built = real(name, nvrtc, source, label, options)
+        return compiler.Build(built.cubin) if len(sources) == 1 else built
+
+    monkeypatch.setattr(compiler, "_compile", silent_once)
+    built = compiler.build("decode_plan")
+    assert [f.name for f in built.functions] == ["plan_decode"] and sources[0] != sources[1]
+
+
 def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import builtins
 
