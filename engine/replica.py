@@ -16,6 +16,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -42,7 +43,6 @@ from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
 from engine.scheduler import Scheduler
 from engine.transport import Address, WorkerSocket
-from kernels.errors import KernelError
 from models.parallel import ParallelContext
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
@@ -136,13 +136,14 @@ def run_worker(
     place: Place,
     front_end: FrontEndProcess | None,
     began: float,
-) -> int:
-    """Be one worker until the engine stops. front_end: on rank 0; began: monotonic time at which the process did.
-    Returns the exit status."""
+) -> NoReturn:
+    """Be one worker until the engine stops, then end the process. front_end: on rank 0; began: monotonic time at which the
+    process did."""
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(levelname)s rank {place.rank} %(name)s: %(message)s")
     # newer releases of torch rename the collectives that older ones have
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     heartbeat: Heartbeat | None = None
+    status = 0
     threading.Thread(target=_watch_lifeline, daemon=True).start()
     try:
         threading.Thread(target=_forward_signals, args=(front_end,), daemon=True).start()
@@ -155,20 +156,18 @@ def run_worker(
         heartbeat = Heartbeat(address, place.rank, dp_rank, server.heartbeat_s + 1.0, lost)
         heartbeat.report("interpreter", time.monotonic() - began)
         _serve(replace(config, model=str(folder)), place, store, address, heartbeat)
-    except (EngineError, KernelError, RuntimeError, OSError, ValueError) as error:  # the worker's outermost loop
+    except Exception as error:  # the worker's outermost loop: whatever it was, the front end hears of it and the tree ends
         log.error("cannot go on: %s", error, exc_info=not isinstance(error, EngineError))
+        status = 1
         if heartbeat is not None:
             heartbeat.fail(f"{type(error).__name__}: {error}")
-        if front_end is not None:
-            front_end.finish()
-        # other ranks may wait in a collective for this one, so destructors of process groups could hang
-        sys.stderr.flush()
-        os._exit(1)
-    heartbeat.close()
-    status = front_end.finish() if front_end is not None else 0
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return status
+    if status == 0 and heartbeat is not None:
+        heartbeat.close()
+    if front_end is not None:
+        status = front_end.finish() or status
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # destructors of process groups could wait for ranks that are gone
 
 
 def _store(place: Place) -> dist.Store:
