@@ -338,6 +338,38 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     return _call("linear", x.device, x, weight)
 
 
+def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    """down(silu(gate x) * up x): linear, silu_and_mul and linear as one operation, with the same roundings.
+
+    x: BF16|FP32 [T, D]; gate_up: [2 I, D], the two halves one above the other; down: [D, I]. Returns x's dtype [T, D].
+    """
+    op = "gated_mlp"
+    first, second = (w.data if isinstance(w, BlockScaledWeight) else w for w in (gate_up, down))
+    _require(x.ndim == 2, op, f"x must be [T, D], got {tuple(x.shape)}")
+    _require(
+        first.ndim == second.ndim == 2 and first.shape == (2 * second.shape[1], x.shape[1]) and second.shape[0] == x.shape[1],
+        op,
+        f"gate_up must be [2 I, {x.shape[1]}] and down [{x.shape[1]}, I], got {tuple(first.shape)} and {tuple(second.shape)}",
+    )
+    return _call(op, x.device, x, gate_up, down)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x BF16|FP32 [T, D] @ weight BF16|FP32 [E, D]^T in FP32 [T, E]: a router must not round its scores to BF16."""
+    op = "router_logits"
+    _require(
+        x.ndim == weight.ndim == 2 and x.shape[1] == weight.shape[1],
+        op,
+        f"x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}",
+    )
+    _require(
+        x.dtype in _FLOATS and weight.dtype in _FLOATS,
+        op,
+        f"x and weight must be BF16 or FP32, got {x.dtype} and {weight.dtype}",
+    )
+    return _call(op, x.device, x, weight)
+
+
 # ---- experts ----------------------------------------------------------------------------------------------------
 
 

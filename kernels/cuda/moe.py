@@ -130,8 +130,7 @@ def grouped_mlp(
 
 
 def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
-    """x [T, D] through down(silu(gate x) * up x); gate_up [2 I, D], down [D, I]. BF16 rows of block-scaled weights are
-    quantized in the activation's own kernel."""
+    """See ops.gated_mlp. Rows for a block-scaled down product are quantized in the activation's own kernel."""
     if isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight) and x.dtype is torch.bfloat16:
         return gemm.linear_quantized(gemm.silu_and_mul_quantized(gemm.linear(x, gate_up)), down, x.dtype)
     return gemm.linear(silu_and_mul(gemm.linear(x, gate_up)), down)

@@ -23,6 +23,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "rope": elementwise.rope,
     "silu_and_mul": elementwise.silu_and_mul,
     "linear": linear.linear,
+    "gated_mlp": linear.gated_mlp,
+    "router_logits": linear.router_logits,
     "route": moe.route,
     "grouped_mlp": moe.grouped_mlp,
 }

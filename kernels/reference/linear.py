@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels.layout import AMAX_FLOOR, FP8, FP8_MAX, WEIGHT_BLOCK, BlockScaledWeight, Weight
+from kernels.reference.elementwise import silu_and_mul
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
@@ -21,3 +22,11 @@ def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if isinstance(weight, BlockScaledWeight):
         return F.linear(quantize_activations(x), weight.dequantize()).to(x.dtype)
     return F.linear(x, weight)
+
+
+def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+    return linear(silu_and_mul(linear(x, gate_up)), down)
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.linear(x.float(), weight.float())

@@ -20,4 +20,4 @@ class MLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, D]."""
-        return self.parallel.tp_all_reduce(ops.linear(ops.silu_and_mul(ops.linear(x, self.gate_up)), self.down))
+        return self.parallel.tp_all_reduce(ops.gated_mlp(x, self.gate_up, self.down))
