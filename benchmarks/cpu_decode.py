@@ -21,9 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from benchmarks.scheduler import machine_state
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.jsonl"
@@ -33,6 +30,9 @@ ALONE = 4  # prompts of the one-at-a-time cases: their speed does not depend on 
 
 def dequantized(folder: Path, target: Path) -> Path:
     """`folder` itself, or a copy in `target` with FP8 weights as BF16, which transformers can run on a CPU."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     config = json.loads((folder / "config.json").read_text())
     if config.pop("quantization_config", None) is None:
         return folder
@@ -55,6 +55,7 @@ def dequantized(folder: Path, target: Path) -> Path:
 
 def serve_peer(folder: Path, dtype: str) -> None:
     """Child process: time `generate` on each line of {"prompts": [[ids]], "tokens": n} and answer with seconds."""
+    import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -141,8 +142,9 @@ def main() -> None:
     if args.peer:
         serve_peer(args.model, args.dtype)
         return
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for the child
-    torch.set_num_threads(args.threads)
+    # Read when torch is loaded, here and in the child: the same for both sides.
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     vocab = json.loads((args.model / "config.json").read_text())["vocab_size"]
     rng = random.Random(0)
     prompts = [[rng.randrange(8, vocab) for _ in range(args.input)] for _ in range(args.prompts)]
@@ -182,7 +184,8 @@ def main() -> None:
         "tokens_per_s": {name: round(value, 1) for name, value in medians.items()},
         "over_transformers": {name: round(value / base, 2) for name, value in medians.items() if not name.startswith("tr")},
         "rounds": {name: [round(value, 1) for value in values] for name, values in speeds.items()},
-        "torch": torch.__version__,
+        "wait_policy": os.environ["OMP_WAIT_POLICY"],
+        "torch": version("torch"),
         "transformers": version("transformers"),
         **machine_state(),
     }
