@@ -28,15 +28,16 @@ CACHE = ROOT / ".cache" / "reference"
 
 _LONG = "--lengths 4 37 130 300 --steps 64 --tries 30"
 _SHORT = "--lengths 33 100 --steps 16 --tries 30"
+_REAL = "--lengths 60 --steps 32 --tries 30"
 _VARIANTS = {
     "deepseek_v3-tiny": f"--arch deepseek_v3 --size tiny --mtp {_LONG}",
     "deepseek_v3-slim": "--arch deepseek_v3 --size slim --mtp --lengths 20 300 --steps 64 --tries 30",
     "deepseek_v3-real": f"--arch deepseek_v3 --size real --mtp {_LONG}",
     "deepseek_v2-tiny": f"--arch deepseek_v2 --size tiny {_LONG}",
-    "deepseek_v2-real": f"--arch deepseek_v2 --size real {_LONG}",
+    "deepseek_v2-real": f"--arch deepseek_v2 --size real {_REAL}",
     "longcat_flash-tiny": "--arch longcat_flash --size tiny --mtp --lengths 37 300 --steps 64 --tries 30",
     "longcat_flash-slim": "--arch longcat_flash --size slim --mtp --lengths 20 100 --steps 32 --tries 30",
-    "longcat_flash-real": f"--arch longcat_flash --size real --mtp {_LONG}",
+    "longcat_flash-real": f"--arch longcat_flash --size real --mtp {_REAL}",
     "deepseek_v3-tiny-fp8": f"--arch deepseek_v3 --size tiny --mtp --fp8 float {_SHORT}",
     "deepseek_v3-tiny-ue8m0": f"--arch deepseek_v3 --size tiny --mtp --fp8 ue8m0 {_SHORT}",
     "deepseek_v3-slim-fp8": f"--arch deepseek_v3 --size slim --mtp --fp8 float {_SHORT}",
