@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -406,9 +407,9 @@ def _quantization(fields: _Fields) -> QuantizationConfig | None:
 
 
 def check_parallel(config: ModelConfig, dp: int, tp: int, *, fp8_weights: bool) -> None:
-    """Raise ModelConfigError when heads, experts or (for weights kept in FP8) 128-blocks cannot be split this way.
+    """Raise ModelConfigError when heads or experts cannot be split this way; the message lists the sizes that work.
 
-    The message lists the sizes that work.
+    fp8_weights: also warn when the split cuts 128-blocks, since a matrix without whole blocks is not kept in FP8
     """
     if config.num_heads % tp:
         raise ModelConfigError(f"tp: {config.num_heads} heads cannot be split over {tp}; valid: {_divisors(config.num_heads)}")
@@ -419,8 +420,10 @@ def check_parallel(config: ModelConfig, dp: int, tp: int, *, fp8_weights: bool) 
         )
     if fp8_weights and not _fp8_shards_fit(config, tp):
         valid = [n for n in _divisors(config.num_heads) if _fp8_shards_fit(config, n)]
-        raise ModelConfigError(
-            f"tp: {tp} would cut this model's FP8 weights into shards that are no multiple of {WEIGHT_BLOCK}; valid: {valid}"
+        warnings.warn(
+            f"tp: {tp} cuts some of this model's FP8 matrices inside their {WEIGHT_BLOCK}-blocks; those take BF16, twice the "
+            f"bytes. Sizes that cut none: {valid}",
+            stacklevel=2,
         )
 
 

@@ -286,5 +286,23 @@ def test_sizes_that_cannot_be_split_are_listed() -> None:
         check_parallel(config, 8, 2, fp8_weights=False)
     slim = load_model_config(reference_checkpoint("deepseek_v3-slim-fp8"))
     check_parallel(slim, 1, 1, fp8_weights=True)
-    with pytest.raises(ModelConfigError, match=r"no multiple of 128; valid: \[1\]"):
+    with pytest.warns(
+        UserWarning, match=r"inside their 128-blocks; those take BF16, twice the bytes. Sizes that cut none: \[1\]"
+    ):
         check_parallel(slim, 1, 2, fp8_weights=True)
+
+
+def test_a_slice_that_cuts_blocks_is_dequantized() -> None:
+    """Report D18: a shard of 192 or 64 rows works at any size, in BF16 where it has no whole 128-blocks."""
+    config = load_model_config(reference_checkpoint("deepseek_v3-slim-fp8"))
+    checkpoint = Checkpoint(reference_checkpoint("deepseek_v3-slim-fp8"))
+    for tp in (1, 2):
+        name, rows = "q_b_proj", config.num_heads * config.qk_head_dim
+        part = Part.of_rows(name, rows, config.q_lora_rank, 0, 8 * tp if tp > 1 else 1)
+        weights = Weights(checkpoint, torch.device("cpu"), torch.bfloat16, keep_fp8=True).at("model.layers.0.self_attn")
+        weight = weights.matrix(part)
+        assert isinstance(weight, BlockScaledWeight) == (tp == 1)
+        whole = Weights(checkpoint, torch.device("cpu"), torch.float32, keep_fp8=False).at("model.layers.0.self_attn")
+        expected = whole.matrix(Part.whole(name, rows, config.q_lora_rank))[: part.height]
+        real = weight.dequantize() if isinstance(weight, BlockScaledWeight) else weight.float()
+        assert (real - expected).abs().max() <= 0.004 * expected.abs().max()
