@@ -1,0 +1,107 @@
+"""Results files: one JSON line a measurement, each with everything a reader needs to judge it.
+
+A line holds `figure` (which figure it belongs to), the measurement's own keys and values, and the state it was taken in:
+device, clocks where the driver tells them, versions, git revision, seed, method, date. Appending is the only operation, so a
+run that was stopped goes on where it ended; the newest line of a key counts.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=10).stdout.strip()
+    except OSError:
+        return ""
+
+
+def machine_state(device: str) -> dict[str, Any]:
+    """Device, clocks, versions, git revision and date. device: "cpu" or "cuda"."""
+    if device == "cuda":
+        name = torch.cuda.get_device_name()
+        clocks = _output("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader") or None
+    else:
+        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+        clocks = None
+    changed = bool(_output("git", "status", "--porcelain", "--untracked-files=no", "--", "kernels", "models", "engine", "benchmarks"))
+    return {
+        "device": name,
+        "clocks": clocks,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "git": _output("git", "rev-parse", "--short", "HEAD") + ("+" if changed else ""),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+class Records:
+    """One results file. method: a sentence on how its numbers come about; seed: of everything random in it."""
+
+    def __init__(self, path: Path, *, device: str, method: str, seed: int) -> None:
+        self.path = path
+        self._state = {"seed": seed, "method": method} | machine_state(device)
+        self._known = read(path)
+
+    def write(self, **fields: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = fields | self._state
+        with self.path.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        self._known.append(line)
+
+    def has(self, **key: Any) -> bool:
+        """Whether a line with these fields exists: a run resumes by skipping what it finds."""
+        return any(all(line.get(name) == value for name, value in key.items()) for line in self._known)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a results file, oldest first; a last line cut short by a kill is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def newest(lines: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
+    """The last line of each combination of `keys`, in order of first appearance."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for line in lines:
+        found[tuple(str(line.get(key)) for key in keys)] = line
+    return list(found.values())
+
+
+def bootstrap(values: np.ndarray, *, statistic=np.mean, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of a statistic of independent samples [n, ...], resampled along the first dimension."""
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(len(values), size=(draws, len(values)))
+    found = np.array([statistic(values[pick]) for pick in picks])
+    return float(np.quantile(found, 0.025)), float(np.quantile(found, 0.975))
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """95 % interval of a proportion; sensible at 0 and 1 too."""
+    z, p = 1.959964, right / total
+    middle = (p + z * z / (2 * total)) / (1 + z * z / total)
+    half = z * ((p * (1 - p) + z * z / (4 * total)) / total) ** 0.5 / (1 + z * z / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
