@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.messages import Ready, ReplicaStats, TokenOutput
 from server.metrics import PREFIX, Histogram, Metrics
 
-DASHBOARD = Path(__file__).resolve().parents[2] / "server" / "grafana_dashboard.json"
+DASHBOARD = Path(__file__).resolve().parents[2] / "server" / "grafana.json"
 # Names that dashboards of vLLM read, without its prefix.
 VLLM_NAMES = [
     "num_requests_running",
