@@ -66,6 +66,7 @@ class Leader:
 
     def run(self) -> None:
         """Until all replicas agreed to stop."""
+        self._link.send(StepOutput([], self._core.stats()))  # figures from the start
         while True:
             agreement = self._executor.agreement
             idle = not self._core.has_work and not (self._lockstep and (agreement.any_work or agreement.prefill_next))
