@@ -74,6 +74,9 @@ class EngineConfig:
     load_format: auto (checkpoint) or dummy (random weights from config.json alone)
     max_model_len: 0 means the model's own limit; num_cache_blocks: 0 means as many as memory allows
     cache_memory_bytes: bytes of cache per rank; 0 means memory_fraction of free device memory (CPU: 1 GiB)
+    simulate_world: "dp=8,tp=1,ep=8" makes this one process hold and compute what one rank of that many would, with dummy
+        weights and without collectives: for timing only, its tokens mean nothing. ep may be left out, it is dp * tp
+    fidelity_fraction: part of the steps in which attention is compared with exact attention (engine/fidelity.py); 0 is off
     """
 
     model: str
@@ -91,7 +94,9 @@ class EngineConfig:
     cuda_graphs: bool = True
     async_scheduling: bool = True
     num_speculative_tokens: int = 0
+    simulate_world: str = ""
     seed: int = 0
+    fidelity_fraction: float = 0.0
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
@@ -107,8 +112,36 @@ class EngineConfig:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
+        if not 0.0 <= self.fidelity_fraction <= 1.0:
+            raise ConfigError(f"fidelity_fraction: must lie in [0, 1], got {self.fidelity_fraction}")
         if not 0.0 < self.memory_fraction < 1.0:
             raise ConfigError(f"memory_fraction: must lie between 0 and 1, got {self.memory_fraction}")
+        if self.simulated is not None and self.load_format != "dummy":
+            raise ConfigError("simulate_world: a rank without its peers computes nonsense; it takes load_format dummy only")
+        if self.simulated is not None and self.parallel.world_size > 1:
+            raise ConfigError(f"simulate_world: runs in one process, but dp * tp is {self.parallel.world_size}; make both 1")
+
+    @property
+    def simulated(self) -> ParallelConfig | None:
+        """The deployment of which one rank is simulated. Raises ConfigError for a simulate_world that names none."""
+        if not self.simulate_world:
+            return None
+        sizes: dict[str, int] = {}
+        for part in self.simulate_world.split(","):
+            name, _, size = part.partition("=")
+            if name not in ("dp", "tp", "ep") or name in sizes or not size.isdecimal():
+                raise ConfigError(f"simulate_world: expected dp=N,tp=N,ep=N, got {self.simulate_world!r}")
+            sizes[name] = int(size)
+        world = ParallelConfig(sizes.get("dp", 1), sizes.get("tp", 1))
+        if sizes.get("ep", world.world_size) != world.world_size:
+            raise ConfigError(f"simulate_world: experts lie over all dp * tp = {world.world_size} ranks, got ep={sizes['ep']}")
+        return world
+
+    @property
+    def api_name(self) -> str:
+        """The model's name in every response and result; that of a simulated rank says so."""
+        name, world = self.served_model_name or self.model, self.simulated
+        return name if world is None else f"simulated-rank-of-dp{world.dp}-tp{world.tp}:{name}"
 
 
 @dataclass(frozen=True)

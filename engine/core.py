@@ -7,8 +7,10 @@ the device computes step n. Synchronous: each step's result is awaited. Both giv
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -18,6 +20,7 @@ from engine.plan import Agreement, StepPlan, StepResult
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+FIDELITY_LIMIT = 0.25  # FP8 attention lies within 0.02 to 0.1 of exact attention on sound data
 
 
 class Executor(Protocol):
@@ -35,6 +38,27 @@ class Executor(Protocol):
         """Wait for the result of the oldest plan that was submitted and not collected."""
 
 
+@dataclass
+class Fidelity:
+    """What the fidelity probe found since start: relative L2 errors of attention, summed and largest, by layer."""
+
+    steps: int = 0
+    sums: list[float] = field(default_factory=list)
+    worst: list[float] = field(default_factory=list)
+
+    def add(self, errors: list[float]) -> None:
+        """Take one step's errors; a layer beyond FIDELITY_LIMIT is reported the first time."""
+        self.sums = self.sums or [0.0] * len(errors)
+        self.worst = self.worst or [0.0] * len(errors)
+        self.steps += 1
+        for layer, error in enumerate(errors):
+            error = error if math.isfinite(error) else float("inf")
+            if self.worst[layer] <= FIDELITY_LIMIT < error:
+                logger.warning("attention of layer %d is off by %.3g of its size from exact attention", layer, error)
+            self.sums[layer] += error
+            self.worst[layer] = max(self.worst[layer], error)
+
+
 class EngineCore:
     """Not thread-safe: one loop calls everything. A failure of the executor passes through and ends the engine.
 
@@ -49,6 +73,7 @@ class EngineCore:
         self._plans: deque[StepPlan] = deque()
         self._step_seconds = 0.0
         self._leak_reported = False
+        self._fidelity = Fidelity()
 
     def add(self, request: AddRequest) -> None:
         """Queue a request. Raises RequestRejected: the caller then owes the terminal message."""
@@ -83,7 +108,10 @@ class EngineCore:
                 submitted = True
         outputs: list[TokenOutput | RequestFailed] = []
         if self._plans and (len(self._plans) >= self._depth or not submitted):
-            outputs = self._scheduler.update(self._plans.popleft(), self._executor.collect())
+            result = self._executor.collect()
+            outputs = self._scheduler.update(self._plans.popleft(), result)
+            if result.attention_errors:
+                self._fidelity.add(result.attention_errors)
         if not self._scheduler.has_work:
             self._report_leak()
         self._step_seconds += time.perf_counter() - started
@@ -91,7 +119,15 @@ class EngineCore:
 
     def stats(self) -> ReplicaStats:
         """Load now and totals since start; step_seconds is the time spent in `step`."""
-        return msgspec.structs.replace(self._scheduler.stats(), step_seconds=self._step_seconds)
+        seen = self._fidelity
+        mean = [total / seen.steps for total in seen.sums]
+        return msgspec.structs.replace(
+            self._scheduler.stats(),
+            step_seconds=self._step_seconds,
+            fidelity_steps=seen.steps,
+            fidelity_mean=mean,
+            fidelity_worst=list(seen.worst),
+        )
 
     def _report_leak(self) -> None:
         """Without requests no block may be in use. If one is, say so once and go on: a leak is no reason to stop serving."""

@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.speculative import Drafter, DraftRows
 from kernels import ops
 from kernels.layout import CacheFormat, LatentCache
-from models.batch import AttentionMetadata, ForwardBatch
+from models.batch import AttentionMetadata, AttentionProbe, ForwardBatch
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -40,6 +40,7 @@ class GraphRunner:
 
     query_lens: lines per sequence to capture, for example (1,) or (1, 3)
     drafter: its passes after a step are captured as a second graph, since sampling lies between the two
+    probe: what it writes in every step is captured too
     """
 
     def __init__(
@@ -55,8 +56,9 @@ class GraphRunner:
         fmt: CacheFormat,
         device: torch.device,
         drafter: Drafter | None = None,
+        probe: AttentionProbe | None = None,
     ) -> None:
-        self._eager, self._caches, self._drafter = forward, caches, drafter
+        self._eager, self._caches, self._drafter, self._probe = forward, caches, drafter, probe
         self._sizes, self._query_lens = sizes, query_lens
         self._num_heads, self._format = num_heads, fmt
         most, lines = sizes[-1], sizes[-1] * max(query_lens)
@@ -142,7 +144,13 @@ class GraphRunner:
             prefill=None,
         )
         return ForwardBatch(
-            self._ids[:lines], self._positions[:lines], attention, self._caches, row_mask=self._live[:lines], ep_rows=lines
+            self._ids[:lines],
+            self._positions[:lines],
+            attention,
+            self._caches,
+            row_mask=self._live[:lines],
+            ep_rows=lines,
+            probe=self._probe,
         )
 
     def padded_size(self, num_sequences: int, query_len: int) -> int | None:

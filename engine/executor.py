@@ -6,6 +6,7 @@ what they receive. Every choice that "auto" leaves open is made in `build_worker
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from engine.chat import ChatTemplate
 from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.fidelity import FidelityProbe
 from engine.grammar import GrammarCompiler
 from engine.hub import DEMO_MODEL, resolve_model
 from engine.kv_cache import CPU_CACHE_BYTES, KVCache, bytes_per_token, num_blocks_for
@@ -129,6 +131,18 @@ class WorkerInfo:
     asynchronous: bool
 
 
+def create_context(config: EngineConfig, device: torch.device | str) -> ParallelContext:
+    """This rank's place among those that the configuration asks for; says so when they are simulated."""
+    if (world := config.simulated) is None:
+        return ParallelContext.create(config.parallel.dp, config.parallel.tp, device)
+    print(
+        f"SIMULATION: one rank of dp {world.dp} x tp {world.tp}, dummy weights, no collectives; times only, tokens mean nothing",
+        file=sys.stderr,
+        flush=True,
+    )
+    return ParallelContext.simulated(world.dp, world.tp)
+
+
 def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Executor, WorkerInfo]:
     """Load the model, size and allocate the cache, and build this rank's executor.
 
@@ -160,6 +174,18 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
+    probe = None
+    if config.fidelity_fraction:
+        lines = config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs * (1 + config.num_speculative_tokens)
+        probe = FidelityProbe(
+            model_config,
+            fraction=config.fidelity_fraction,
+            max_model_len=max_model_len,
+            max_lines=lines,
+            num_heads=model_config.num_heads // parallel.tp,
+            device=device,
+        )
+
     def runner(cache: KVCache) -> ModelRunner:
         return ModelRunner(
             model,
@@ -171,6 +197,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
             device=device,
             num_speculative_tokens=config.num_speculative_tokens,
             matcher=_Grammars(folder).matcher if parallel.tp_rank == 0 else None,
+            probe=probe,
         )
 
     def allocate(num_blocks: int) -> KVCache:

@@ -155,6 +155,9 @@ class ReplicaStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec_accepted_per_pos: list[int] = []
     step_seconds: float = 0.0
     model_seconds: float = 0.0
+    fidelity_steps: int = 0  # steps in which the fidelity probe compared
+    fidelity_mean: list[float] = []  # relative L2 error of each layer's attention over them
+    fidelity_worst: list[float] = []
 
 
 class StepOutput(_Message, frozen=True):

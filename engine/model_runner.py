@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine.cuda_graph import GraphRunner, capture_sizes
+from engine.fidelity import FidelityProbe
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
@@ -61,6 +62,7 @@ class PendingStep:
     timer: _Timer
     errors: dict[int, str] = field(default_factory=dict)  # row -> why its grammar allows nothing
     speculates: bool = False  # whether the copies hold the accepted drafts of each decode sequence, after the tokens
+    compared: bool = False  # whether the copies end with the layers' attention errors
 
     def tokens(self) -> list[int]:
         """Sampled tokens in the order of sampled_rows, -1 for a broken line."""
@@ -99,7 +101,8 @@ class PendingStep:
                     error=self.errors.get(step.row, BROKEN_ROW) if broken else None,
                 )
             )
-        return StepResult(self.plan.step, results, self.timer.seconds())
+        errors = next(copied).tolist() if self.compared else []
+        return StepResult(self.plan.step, results, self.timer.seconds(), errors)
 
 
 class _Timer:
@@ -151,6 +154,7 @@ class ModelRunner:
 
     num_speculative_tokens: drafts made for every sampled sequence; needs a model with its MTP head
     matcher: makes the Matcher of a request's grammar; None where grammars are refused
+    probe: compares attention with exact attention in some steps (engine/fidelity.py)
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class ModelRunner:
         context_tokens: int = CONTEXT_TOKENS,
         num_speculative_tokens: int = 0,
         matcher: Callable[[str], Matcher] | None = None,
+        probe: FidelityProbe | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -185,6 +190,7 @@ class ModelRunner:
         self._sampling = SamplingState(self._vocab_size, device, matcher)
         self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
         self._graphs: GraphRunner | None = None
+        self._probe = probe
         self._drafter: Drafter | None = None
         if num_speculative_tokens:
             self._drafter = Drafter(
@@ -225,6 +231,7 @@ class ModelRunner:
             accepted = self._keep_tokens(plan, inputs, tokens)
         if self._drafter is not None:
             self._draft(plan, inputs, hidden, tokens, accepted)
+        errors = self._probe.errors() if self._probe is not None and self._leads else None
         timer.stop()
         pending = PendingStep(
             plan,
@@ -233,11 +240,13 @@ class ModelRunner:
             {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None} if self._leads else {},
             HostCopy(
                 [tokens, *([accepted] if accepted is not None else []), *(t for _, part in scored for t in part.tensors())]
+                + ([errors] if errors is not None else [])
             ),
             [(of_prompt, part.rows) for of_prompt, part in scored],
             timer,
             {sampled_rows[line]: m.error for line, m in matchers.items() if m.error is not None},
             speculates=accepted is not None,
+            compared=errors is not None,
         )
         self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
         return pending
@@ -245,7 +254,7 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
         if self._graphs is None:
             return self.model.forward(batch)
-        return self._graphs.forward(batch, _sequences_to_replay(plan))
+        return self._graphs.forward(batch, self._sequences_to_replay(plan))
 
     def capture_graphs(self, *, show_progress: bool) -> float:
         """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same."""
@@ -260,6 +269,7 @@ class ModelRunner:
             fmt=self.cache.format,
             device=self.device,
             drafter=self._drafter,
+            probe=self._probe,
         )
         return self._graphs.capture(show_progress)
 
@@ -284,7 +294,7 @@ class ModelRunner:
         inputs.next_ids.index_copy_(0, inputs.sample_index, tokens.clamp(min=0))
         rows = inputs.draft_rows
         depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
-        sequences = _sequences_to_replay(plan)
+        sequences = self._sequences_to_replay(plan)
         graphs = self._graphs if sequences is not None and depth == self._drafter.depth else None
         if graphs is not None and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows):
             return
@@ -293,6 +303,15 @@ class ModelRunner:
             behind = torch.nn.functional.pad(accepted, (0, len(rows.rows) - count))
             rows = replace(rows, lines=rows.lines + behind, positions=rows.positions + behind)
         self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
+
+    def _sequences_to_replay(self, plan: StepPlan) -> int | None:
+        """Sequences that a graph of this step must hold, the most of any replica; None when the step runs eagerly: any
+        replica has prefill, or the probe compares."""
+        if self._probe is not None and self._probe.comparing:
+            return None
+        if plan.agreement is None:
+            return None if plan.prefills else len(plan.decodes)
+        return plan.agreement.sequences if plan.agreement.decode_only else None
 
     # ---- rows
 
@@ -386,7 +405,11 @@ class ModelRunner:
             prefill=prefill,
         )
         ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
-        batch = ForwardBatch(d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows)
+        if self._probe is not None:
+            self._probe.follow(plan, token_rows, positions, live)
+        batch = ForwardBatch(
+            d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows, probe=self._probe
+        )
         next_ids = rows = None
         if self._drafter is not None:
             next_ids, d_lines, d_rows, d_starts, d_num_slots = rest
@@ -481,13 +504,6 @@ class ModelRunner:
                         scored.append((True, _Scored([step.row] * len(tokens), tokens, scores)))
             start += step.num_tokens
         return scored
-
-
-def _sequences_to_replay(plan: StepPlan) -> int | None:
-    """Sequences that a graph of this step must hold, the most of any replica; None when any of them has prefill."""
-    if plan.agreement is None:
-        return None if plan.prefills else len(plan.decodes)
-    return plan.agreement.sequences if plan.agreement.decode_only else None
 
 
 def _tokens_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -127,9 +127,10 @@ class RowResult(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Results in the plan's order, for rows that sample or score their prompt, and for any row that failed.
 
-    model_seconds is device and launch time of the step.
+    model_seconds is device and launch time of the step. attention_errors: one a layer where the fidelity probe compared.
     """
 
     step: int
     rows: list[RowResult]
     model_seconds: float = 0.0
+    attention_errors: list[float] = []

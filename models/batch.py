@@ -10,6 +10,7 @@ Decode rows run absorbed attention against the cache, prefill rows expanded atte
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -74,6 +75,35 @@ class AttentionMetadata:
         return self.num_decode_seqs * self.query_len
 
 
+class AttentionProbe(Protocol):
+    """Watches attention from inside its layers, where unquantized values are. engine/fidelity.py has the one there is."""
+
+    def append(
+        self,
+        layer: int,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        norm_weight: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """A layer has written these keys of the step's lines into its cache; arguments as ops.append_kv takes them."""
+
+    def compare(
+        self,
+        layer: int,
+        q_content: torch.Tensor,
+        q_rope: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        meta: AttentionMetadata,
+        out: torch.Tensor,
+        softmax_scale: float,
+    ) -> None:
+        """A layer's decode rows, queries as ops.quantize_q takes them, got `out` [B, S, H, C] from ops.mla_decode."""
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """Argument of every forward.
@@ -82,6 +112,7 @@ class ForwardBatch:
     caches:    one LatentCache per attention layer (two per LongCat decoder layer), then the draft layer's if any
     row_mask:  bool [T] or None; False marks padded rows, which must not reach experts or statistics
     ep_rows:   rows every expert-parallel rank pads to this step, so that collectives have one shape; T on a single rank
+    probe:     told of every attention; None costs nothing
     """
 
     input_ids: torch.Tensor
@@ -90,6 +121,7 @@ class ForwardBatch:
     caches: list[LatentCache]
     row_mask: torch.Tensor | None = None
     ep_rows: int = 0
+    probe: AttentionProbe | None = None
 
     @property
     def num_tokens(self) -> int:

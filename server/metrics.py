@@ -192,7 +192,27 @@ class Metrics(Collector):
             for rank, stats in sorted(self.stats.items()):
                 gauge.add_metric([str(rank), model], getattr(stats, field))
             yield gauge
+        yield from self._fidelity()
         yield from self._derived()
+
+    def _fidelity(self) -> Iterator[Metric]:
+        steps = CounterMetricFamily(
+            PREFIX + "fidelity_steps", "Steps in which attention was compared with exact attention", labels=["engine", "model_name"]
+        )
+        texts = {"mean": "over the compared steps", "worst": "in the worst compared step"}
+        errors = {
+            name: GaugeMetricFamily(
+                f"{PREFIX}attention_error_{name}", f"Relative L2 error of a layer's attention {text}",
+                labels=["engine", "model_name", "layer"],
+            )
+            for name, text in texts.items()
+        }  # fmt: skip
+        for rank, stats in sorted(self.stats.items()):
+            steps.add_metric([str(rank), self.model_name], stats.fidelity_steps)
+            for name, values in (("mean", stats.fidelity_mean), ("worst", stats.fidelity_worst)):
+                for layer, value in enumerate(values):
+                    errors[name].add_metric([str(rank), self.model_name, str(layer)], value)
+        yield from (steps, *errors.values())
 
     def _derived(self) -> Iterator[Metric]:
         model = self.model_name

@@ -66,6 +66,8 @@ class MLA:
             cache, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, meta.slots,
             eps=self.eps, keep=rows - decode_rows,
         )  # fmt: skip
+        if batch.probe is not None:
+            batch.probe.append(self.cache_index, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, self.eps)
         parts = []
         if decode_rows:
             parts.append(self._absorbed(q[:decode_rows], batch, cache))
@@ -86,6 +88,10 @@ class MLA:
             query, cache, meta.block_table, meta.seq_lens, meta.num_query,
             softmax_scale=self.softmax_scale, causal=True, plan=meta.decode_plan, out_dtype=q.dtype,
         )  # fmt: skip
+        if batch.probe is not None:
+            batch.probe.compare(
+                self.cache_index, content, q[..., self.nope :], batch.positions, self.cos_sin, meta, out, self.softmax_scale
+            )
         return torch.bmm(out.flatten(0, 1).transpose(0, 1), self.w_uv).transpose(0, 1).flatten(1)
 
     def _expanded(

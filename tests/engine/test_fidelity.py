@@ -1,0 +1,116 @@
+"""The live fidelity probe: what it measures on a sound engine, that a broken scale shows, and that it changes no token."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.core import FIDELITY_LIMIT
+from engine.errors import ConfigError
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from kernels import ops
+from kernels.layout import CacheFormat
+
+PROMPTS = [list(range(3, 3 + length)) for length in (5, 70, 130)]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def demo(fraction: float, **options: Any) -> LLM:
+    return LLM("demo", device="cpu", max_model_len=256, num_cache_blocks=16, fidelity_fraction=fraction, **options)
+
+
+def generate(llm: LLM, tokens: int) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    outs = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    return [list(out.outputs[0].token_ids) for out in outs]
+
+
+def test_sound_cache_is_close_in_every_layer() -> None:
+    llm = demo(0.25)
+    generate(llm, 13)  # one step of prefill, twelve of decode
+    stats = llm.stats()
+    assert stats.fidelity_steps == 3
+    assert len(stats.fidelity_mean) == 4
+    assert all(0.001 < mean <= worst < 0.2 for mean, worst in zip(stats.fidelity_mean, stats.fidelity_worst))
+
+
+def test_exact_cache_has_no_error() -> None:
+    llm = demo(1.0, cache_format="fp32")
+    generate(llm, 4)
+    assert max(llm.stats().fidelity_worst) < 1e-5
+
+
+def test_tokens_do_not_change_and_off_compares_nothing() -> None:
+    plain, probed = demo(0.0), demo(1.0)
+    assert generate(plain, 8) == generate(probed, 8)
+    assert plain.stats().fidelity_steps == 0
+    assert probed.stats().fidelity_steps == 7
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_follows_chunks_drafts_and_reused_rows(drafts: int) -> None:
+    """Prompts in chunks of 32, more sequences than shadows, one after the other, and drafts that are rejected."""
+    llm = demo(1.0, cache_format="fp32", prefill_chunk=32, max_num_seqs=2, num_speculative_tokens=drafts, prefix_cache=False)
+    generate(llm, 12)
+    generate(llm, 12)
+    assert llm.stats().fidelity_steps > 10
+    assert max(llm.stats().fidelity_worst) < 1e-5
+
+
+def test_broken_scale_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One layer stores scales 1.5 times too large, as a wrong unit in a kernel would: that layer, and only it, is reported."""
+    append = ops.append_kv
+    llm = demo(1.0)
+    broken = llm._core._executor._runner.cache.layers[2]  # type: ignore[attr-defined]
+
+    def append_with_broken_scale(cache: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = append(cache, *args, **kwargs)
+        if cache is broken:
+            slots = args[5]
+            cache.scale.view(-1)[slots[slots >= 0]] *= 1.5
+        return kept
+
+    monkeypatch.setattr(ops, "append_kv", append_with_broken_scale)
+    with caplog.at_level(logging.WARNING, logger="engine.core"):
+        generate(llm, 4)
+    worst = llm.stats().fidelity_worst
+    assert worst[2] > FIDELITY_LIMIT
+    assert max(worst[:2] + worst[3:]) < FIDELITY_LIMIT
+    assert [record.getMessage() for record in caplog.records if "layer 2" in record.getMessage()]
+
+
+def test_sequences_past_the_shadow_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.fidelity.MAX_TOKENS", 64)
+    llm = demo(1.0, cache_format="fp32")
+    generate(llm, 4)  # of 5, 70 and 130 prompt tokens only the first fits
+    stats = llm.stats()
+    assert stats.fidelity_steps == 3
+    assert max(stats.fidelity_worst) < 1e-5
+
+
+def test_fraction_is_checked() -> None:
+    with pytest.raises(ConfigError, match="fidelity_fraction"):
+        EngineConfig(model="demo", fidelity_fraction=1.5)
+
+
+@pytest.mark.hopper
+def test_graphs_write_the_shadow_on_hopper() -> None:
+    """Steps between two comparisons replay graphs; a shadow they did not write would be far off."""
+    llm = LLM("demo", device="cuda", max_model_len=512, num_cache_blocks=64, max_num_seqs=4, fidelity_fraction=0.125)
+    assert llm.info.cache_format == CacheFormat.FP8.value
+    generate(llm, 65)
+    stats = llm.stats()
+    assert stats.fidelity_steps == 8
+    assert all(0.001 < mean <= worst < 0.2 for mean, worst in zip(stats.fidelity_mean, stats.fidelity_worst))
