@@ -69,7 +69,7 @@ class FrontEnd:
         parallel, server = config.engine.parallel, config.server
         self._model = ServedModel.load(
             Path(config.model_folder),
-            name=config.engine.served_model_name or config.engine.model,
+            name=config.engine.api_name,
             max_model_len=config.engine.max_model_len,
             chat_template=server.chat_template,
             reasoning_parser=server.reasoning_parser,

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel, ConfigDict
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
@@ -36,6 +37,7 @@ PAGE_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
 }
+CLIENT_LEFT = 499  # before its body was read
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "refused: the message names the field"},
@@ -183,7 +185,11 @@ def _add_error_handlers(app: FastAPI) -> None:
             {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": "body_too_large"}}, 413
         )
 
+    async def left(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_LEFT)  # for the log; nobody reads it
+
     app.add_exception_handler(EngineError, refused)
+    app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(BodyTooLarge, too_large)
 

@@ -197,7 +197,9 @@ class Metrics(Collector):
 
     def _fidelity(self) -> Iterator[Metric]:
         steps = CounterMetricFamily(
-            PREFIX + "fidelity_steps", "Steps in which attention was compared with exact attention", labels=["engine", "model_name"]
+            PREFIX + "fidelity_steps",
+            "Steps in which attention was compared with exact attention",
+            labels=["engine", "model_name"],
         )
         texts = {"mean": "over the compared steps", "worst": "in the worst compared step"}
         errors = {

@@ -379,6 +379,22 @@ def test_a_client_that_leaves_is_noticed(streaming: bool, prefilling: bool) -> N
     run(test)
 
 
+def test_a_client_that_leaves_before_its_body_is_read() -> None:
+    async def test() -> None:
+        async with running() as server:
+            _, writer = await asyncio.open_connection(*server.address)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+            )
+            await writer.drain()
+            await asyncio.sleep(0.1)
+            writer.close()
+            await eventually(lambda: [line["status"] for line in server.log.lines] == [499])
+            await server.post(COMPLETIONS, prompt="x", max_tokens=1)
+
+    run(test)
+
+
 def test_a_bad_token_fails_its_request_only() -> None:
     """Report T13: an id outside the vocabulary from the engine ends that request, not the output loop."""
 
