@@ -1,24 +1,33 @@
-"""`python -m engine.demo`: the bundled model continues several prompts at once, and says how fast it was."""
+"""`python -m engine.demo`: the bundled model answers and continues several prompts at once, and says how fast it was."""
 
 from __future__ import annotations
 
 import textwrap
 import time
 
-from engine.llm import LLM
+from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
 
-PROMPTS = [
+QUESTIONS = [
+    "Tell me a story about a fox and a bear.",
+    "Tom has a red kite. What color is the kite?",
+    "Count from 3 to 9.",
+    "Tell me a story about an owl.",
+]
+BEGINNINGS = [
     "In the beginning",
     "The king said unto his servants,",
-    "And it came to pass in those days, that",
-    "A function that returns",
-    "The meaning of the word river is",
     "She walked down to the sea and",
-    "Blessed are they that",
-    "The module provides",
+    "And it came to pass in those days, that",
 ]
-MAX_TOKENS = 64
+MAX_TOKENS = 96
+
+
+def show(title: str, result: RequestOutput) -> int:
+    choice = result.outputs[0]
+    print(f"> {title}")
+    print(textwrap.indent(textwrap.fill(choice.text.strip(), 96), "    "), "\n", flush=True)
+    return len(choice.token_ids)
 
 
 def main() -> None:
@@ -26,15 +35,13 @@ def main() -> None:
     llm = LLM("demo")
     loaded = time.perf_counter()
     print(f"bundled demo model, {llm.info.cache_format} cache, on {llm.info.device}: ready in {loaded - started:.1f} s\n")
-    params = SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MAX_TOKENS, seed=7)
-    results = llm.generate(PROMPTS, params)
+    answers = llm.chat(
+        [[{"role": "user", "content": text}] for text in QUESTIONS], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    )
+    texts = llm.generate(BEGINNINGS, SamplingParams(temperature=0.7, top_p=0.95, max_tokens=MAX_TOKENS, seed=7))
     elapsed = time.perf_counter() - loaded
-    for result in results:
-        choice = result.outputs[0]
-        print(textwrap.fill(f"> {result.prompt}", 100))
-        print(textwrap.indent(textwrap.fill(choice.text.strip(), 96), "    "), "\n")
-    tokens = sum(len(result.outputs[0].token_ids) for result in results)
-    print(f"{tokens} tokens for {len(results)} prompts at once in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s")
+    tokens = sum(show(title, result) for title, result in zip(QUESTIONS + BEGINNINGS, answers + texts))
+    print(f"{tokens} tokens, {len(QUESTIONS)} prompts at once, in {elapsed:.2f} s: {tokens / elapsed:.0f} tokens/s")
     print("next: make serve, or python -m engine.offline --help")
 
 
