@@ -48,5 +48,11 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, D] -> FP32 logits [n, V] on every rank of the replica."""
-        logits = self.parallel.tp_all_gather(ops.linear(hidden, self.weight), dim=-1)
-        return logits[:, : self.vocab].float()
+        return self.parallel.tp_all_gather(self._local(hidden), dim=-1)[:, : self.vocab]
+
+    def _local(self, hidden: torch.Tensor) -> torch.Tensor:
+        """FP32 logits of this rank's tokens. BF16 products leave the tensor cores in FP32: rounded to BF16, the best tokens
+        would often tie, and which of them is taken would depend on the batch."""
+        if hidden.is_cuda and hidden.dtype is self.weight.dtype is torch.bfloat16:
+            return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)
+        return ops.linear(hidden, self.weight).float()

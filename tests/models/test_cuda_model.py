@@ -12,6 +12,7 @@ from kernels import ops
 from kernels.layout import CacheFormat
 from models.causal_lm import load_model
 from models.config import load_model_config
+from models.layers.embedding import Head
 from models.parallel import ParallelContext
 from tests.models.driver import Driver
 
@@ -67,3 +68,15 @@ def test_hopper_kernels_follow_the_reference_operations(fmt, ids) -> None:
         difference = (a - b).abs() / (b.max() - b.min())
         assert float(difference.median()) < 0.01
         assert float((a.argmax(-1) == b.argmax(-1)).float().mean()) > 0.85
+
+
+@pytest.mark.cuda
+def test_logits_are_not_rounded_to_bf16() -> None:
+    """The head's FP32 logits of BF16 hidden states and weights, within FP32 summation error of float64."""
+    weight = torch.randn(1000, 512, device="cuda").bfloat16()
+    hidden = torch.randn(5, 512, device="cuda").bfloat16()
+    logits = Head(weight, 999, ParallelContext.single())(hidden)
+    want = hidden.double() @ weight.double().t()
+    assert logits.dtype is torch.float32 and logits.shape == (5, 999)
+    assert float((logits - want[:, :999]).abs().max()) < 1e-3
+    assert float((logits.bfloat16().double() - want[:, :999]).abs().max()) > 1e-2  # which is what BF16 would have cost
