@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import torch
 
 from kernels.layout import BLOCK_SIZE, CacheFormat, LatentCache, LatentQuery
 
+SHAPES = Path(__file__).parent / "shapes"  # published config.json files, for dummy weights
 POOL_BLOCKS = 132_096
 ROTATED_BYTES, MAX_SETS = 1 << 30, 128  # between two reads of a block lie this many bytes, unless it takes more sets
 

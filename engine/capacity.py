@@ -121,7 +121,7 @@ def weight_bytes(config: ModelConfig, parallel: ParallelConfig, *, with_mtp: boo
     if with_mtp:
         require_mtp(config)
     weights = Weights(_Shapes(fp8), torch.device("meta"), torch.bfloat16, keep_fp8=True)
-    ranks = ParallelContext(dp=parallel.dp, tp=parallel.tp, dp_rank=0, tp_rank=0)
+    ranks = ParallelContext.simulated(parallel.dp, parallel.tp)
     model = CausalLM(weights, config, ranks, max_model_len=1, with_mtp=with_mtp)
     sizes: Counter[str] = Counter()
     _measure(model, "norms and tables", sizes, set())

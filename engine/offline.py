@@ -383,7 +383,7 @@ def _run(args: argparse.Namespace) -> int:
     engine, info = build_core(config)
     model = ServedModel.load(
         info.folder,
-        name=config.served_model_name or config.model,
+        name=config.api_name,
         max_model_len=info.max_model_len,
         chat_template=args.chat_template,
     )

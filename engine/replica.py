@@ -24,7 +24,7 @@ from engine.block_manager import BlockManager
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, RequestRejected
-from engine.executor import Executor, WorkerInfo, build_worker
+from engine.executor import Executor, WorkerInfo, build_worker, create_context
 from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
@@ -195,13 +195,12 @@ def _core(config: EngineConfig, executor: Executor, info: WorkerInfo, parallel: 
 
 
 def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Address, heartbeat: Heartbeat) -> None:
-    parallel_config = config.parallel
     heartbeat.enter("process groups")
     device = choose_device(config.device, place.local_rank, place.local_world_size)
     if place.world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=COLLECTIVE_TIMEOUT)
-    parallel = ParallelContext.create(parallel_config.dp, parallel_config.tp, device)
+    parallel = create_context(config, device)
     heartbeat.enter("pre-flight")
     if config.load_format != "dummy":
         size = check_checkpoint(Path(config.model)) if place.local_rank == 0 else 0

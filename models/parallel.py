@@ -34,6 +34,11 @@ class ParallelContext:
         return ParallelContext(dp=1, tp=1, dp_rank=0, tp_rank=0)
 
     @staticmethod
+    def simulated(dp: int, tp: int) -> SimulatedContext:
+        """Rank 0 of dp * tp ranks that do not exist."""
+        return SimulatedContext(dp=dp, tp=tp, dp_rank=0, tp_rank=0)
+
+    @staticmethod
     def create(dp: int, tp: int, device: torch.device | str) -> ParallelContext:
         """Build every group over torch.distributed's default group, on all ranks in one order.
 
@@ -141,6 +146,37 @@ class ParallelContext:
             tail = torch.empty(rest, dtype=torch.uint8)
         dist.broadcast(tail, src=self._leader_rank, group=self.replica_control)
         return head[8:].numpy().tobytes() + tail.numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class SimulatedContext(ParallelContext):
+    """One rank alone, holding what rank 0 of a larger deployment holds, to measure its step on a machine with fewer devices.
+
+    Nothing travels. The ranks that are missing are imagined as twins: each brings the same rows to the experts, and what it
+    would compute is what this rank computes. Results have the right shapes; their values mean nothing.
+    """
+
+    def tp_all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return x if self.tp == 1 else torch.cat([x] * self.tp, dim=dim)
+
+    def ep_all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(self.world_size, *[1] * (x.ndim - 1))
+
+    def ep_reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over the twins' rows: with `turned` ids, each choice of this rank's own rows counted once."""
+        return x.unflatten(0, (self.world_size, -1)).sum(dim=0)
+
+    def turned(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+        """Expert ids int32 [world_size * n, K], gathered, as the twins would have chosen: the i-th twin's choices are moved
+        on by i ranks, so that the rows' choices, which lie on all ranks, meet on this rank exactly once each.
+
+        This rank's experts so get n * K (token, expert) pairs in all, their share where every rank brings n rows. Ids below 0
+        (padding) and from num_experts on (zero-computation experts) stay.
+        """
+        share = num_experts // self.world_size
+        steps = torch.arange(0, num_experts, share, dtype=ids.dtype, device=ids.device)[: self.world_size]
+        moved = (ids.unflatten(0, (self.world_size, -1)) + steps[:, None, None]).flatten(0, 1) % num_experts
+        return torch.where((ids < 0) | (ids >= num_experts), ids, moved)
 
 
 def _all_gather(x: torch.Tensor, size: int, group: dist.ProcessGroup, dim: int) -> torch.Tensor:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from models.parallel import ParallelContext
+from models.parallel import ParallelContext, SimulatedContext
 
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """The two halves of the exchange around the experts of one MoE layer."""
+    """The two halves of the exchange around the experts of one MoE layer. num_experts: with weights, on all ranks."""
 
     parallel: ParallelContext
+    num_experts: int
 
     def own_rows(self, x: torch.Tensor, agreed_rows: int) -> torch.Tensor:
         """This rank's share [ceil(rows / tp), ...] of the replica's rows, zero-padded to the agreed row count.
@@ -51,6 +52,8 @@ class ExpertDispatch:
             return x, weights, ids
         routing = self.parallel.ep_all_gather(torch.cat((weights.view(torch.int32), ids), dim=1))
         all_weights, all_ids = routing.chunk(2, dim=1)
+        if isinstance(self.parallel, SimulatedContext):
+            all_ids = self.parallel.turned(all_ids, self.num_experts)
         return self.parallel.ep_all_gather(x), all_weights.contiguous().view(torch.float32), all_ids.contiguous()
 
     def scatter(self, y: torch.Tensor) -> torch.Tensor:

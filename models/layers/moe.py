@@ -23,7 +23,7 @@ class MoE:
         self, weights: Weights, config: MoEConfig, hidden: int, parallel: ParallelContext, *, router: str, bias: str
     ) -> None:
         self.config = config
-        self.dispatch = ExpertDispatch(parallel)
+        self.dispatch = ExpertDispatch(parallel, config.num_experts)
         choices = config.num_experts + config.num_zero_experts
         self.router = _narrowed(weights.plain(Part.whole(router, choices, hidden), dtype=torch.float32), weights.dtype)
         self.bias = weights.bias(bias, choices) if config.has_bias else None
