@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections.abc import Sequence
@@ -315,6 +316,22 @@ def test_a_batch_of_64_gives_the_tokens_of_a_batch_of_one(variant: str) -> None:
     got = model_engine(variant, "fp32", prefix_cache=False).run([ref.prompt for ref in batch], greedy(24))
     for tokens, ref in zip(got, batch):
         assert_same_tokens(tokens, ref.generated[:24], label=f"prompt of {len(ref.prompt)}: ")
+
+
+def test_identical_concurrent_runs_repeat_to_the_bit() -> None:
+    """Report P10: five runs of 44 sampled sequences give one result on a CPU; no batch-invariant mode is advertised."""
+    short = [ref for ref in references("deepseek_v3-tiny") if len(ref.prompt) < 100]
+    prompts = [short[i % len(short)].prompt for i in range(44)]
+    params = [SamplingParams(seed=i, max_tokens=6, ignore_eos=True, logprobs=0) for i in range(44)]
+
+    def run() -> list[tuple[int, float]]:
+        engine = model_engine("deepseek_v3-tiny", "fp32", prefix_cache=False)
+        engine.run(prompts, params)
+        return [(entry.token_id, entry.logprob) for o in engine.outcomes.values() for entry in o.logprobs]
+
+    first = run()
+    assert all(run() == first for _ in range(4))
+    assert not {"batch_invariant", "deterministic"} & {f.name for f in dataclasses.fields(EngineConfig)}
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
