@@ -107,3 +107,60 @@ def test_two_nodes(tmp_path: Path, dp: int, tp: int) -> None:
 
 def _num_heads(model: str) -> int:
     return json.loads((Path(folder_of(model)) / "config.json").read_text())["num_attention_heads"]
+
+
+@pytest.mark.multigpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2)])
+def test_two_gpus(tmp_path: Path, dp: int, tp: int) -> None:
+    """NCCL, the FP8 cache and the kernels: the tokens of one GPU up to near-ties. The noise is that of one GPU when the
+    same prompts run alone and 16 at a time."""
+    rng = random.Random(6)
+    prompts = [[rng.randrange(3, 2048) for _ in range(rng.randrange(1, 200))] for _ in range(50)]
+
+    def answers(launched: Launched, concurrency: int) -> list[list[dict[str, float]]]:
+        """Per prompt and position: top log probabilities by token text, the chosen one first."""
+
+        def ask(prompt: list[int]) -> list[dict[str, float]]:
+            body = launched.post(
+                "/v1/completions",
+                prompt=prompt,
+                temperature=0,
+                max_tokens=32,
+                ignore_eos=True,
+                logprobs=2,
+                return_token_ids=True,
+            )
+            choice = body["choices"][0]
+            scores = choice["logprobs"]
+            return [
+                {"token": token, "logprob": logprob, "gap": logprob - min(sorted(top.values(), reverse=True)[:2])}
+                for token, logprob, top in zip(
+                    choice["token_ids"], scores["token_logprobs"], scores["top_logprobs"], strict=True
+                )
+            ]
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(ask, prompts))
+
+    options = ("--num-cache-blocks", "512", "--max-model-len", "512")
+    with Launched(PYTHON, *options, log=tmp_path / "one") as one:
+        one.wait_ready()
+        alone, together = answers(one, 1), answers(one, CONCURRENCY)
+    noise = 0.0
+    for first, second in zip(alone, together, strict=True):
+        for a, b in zip(first, second, strict=True):
+            noise = max(noise, abs(a["logprob"] - b["logprob"]))
+            if a["token"] != b["token"]:
+                break
+    with Launched(PYTHON, *options, "--dp", str(dp), "--tp", str(tp), log=tmp_path / "two") as two:
+        two.wait_ready()
+        for number, (got, want) in enumerate(zip(answers(two, CONCURRENCY), alone, strict=True)):
+            assert_same_tokens(
+                [int(entry["token"]) for entry in got],
+                [int(entry["token"]) for entry in want],
+                gaps=[entry["gap"] for entry in want],
+                noise=max(noise, 1e-3),
+                label=f"noise {noise:.3g}, prompt {number}: ",
+            )

@@ -1,0 +1,135 @@
+"""Clients that people have, unmodified, beside the server's own figures: `python -m benchmarks.clients`.
+
+Needs the commands `guidellm` and `lm_eval` on the PATH (neither is a dependency of ours). guidellm's token and request
+counts must equal `/metrics`, its mean latencies are compared with them; lm_eval runs a scoring and a generating task on data
+written here, through the completions and the chat route. Appends one JSON line to results/clients.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.scheduler import machine_state
+from benchmarks.serving import RESULTS, scrape
+from engine.hub import resolve_model
+from tests.distributed.launched import PYTHON, Launched
+
+STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 32, 64, 32
+QUESTIONS = {
+    "In the beginning God created the heaven and the": " earth",
+    "The king said unto his": " servants",
+    "And it came to pass in those": " days",
+    "She walked down to the sea and": " saw",
+    "Blessed are they that": " mourn",
+    "He was the son of": " David",
+}
+TASKS = {
+    "local_score": {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}]},
+    "local_text": {
+        "output_type": "generate_until",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Output of a client; offline, so that it can only use what is here."""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
+    done = subprocess.run(command, env=os.environ | offline, cwd=folder, capture_output=True, text=True, timeout=900)
+    if done.returncode:
+        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return done.stdout + done.stderr
+
+
+def guidellm(port: int, folder: Path) -> dict[str, Any]:
+    """A load run; [client, server] of every count, and by how many percent the server's means differ."""
+    report = folder / "guidellm.json"
+    before = scrape(port)
+    run(
+        ["guidellm", "run", "--backend", f"kind=openai_http,target=http://127.0.0.1:{port},model=demo",
+         "--profile", f"kind=concurrent,streams={STREAMS}", "--constraint", f"kind=max_requests,count={REQUESTS}",
+         "--tokenizer", f"kind=hf_auto,model={resolve_model('demo')}",
+         "--data", f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={OUTPUT_TOKENS}",
+         "--output", f"kind=json,path={report}", "--disable-progress"],
+        folder,
+    )  # fmt: skip
+    after = scrape(port)
+    delta = {name: after[name] - before.get(name, 0.0) for name in after}
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    figures = {name: entry["successful"] for name, entry in benchmark["metrics"].items() if "successful" in (entry or {})}
+
+    def difference(server: str, client: str, scale: float) -> float:
+        return 100 * (delta[f"{server}_sum"] / delta[f"{server}_count"] / (figures[client]["mean"] * scale) - 1)
+
+    return {
+        "requests": [figures["request_latency"]["count"], delta["request_success_total"]],
+        "prompt_tokens": [figures["prompt_token_count"]["total_sum"], delta["prompt_tokens_total"]],
+        "output_tokens": [figures["output_token_count"]["total_sum"], delta["generation_tokens_total"]],
+        "mean_difference_percent": {
+            "e2e": difference("e2e_request_latency_seconds", "request_latency", 1.0),
+            "ttft": difference("time_to_first_token_seconds", "time_to_first_token_ms", 1e-3),
+            "itl": difference("inter_token_latency_seconds", "inter_token_latency_ms", 1e-3),
+        },
+    }
+
+
+def lm_eval(port: int, folder: Path) -> dict[str, Any]:
+    """Results of the tasks on both routes."""
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in QUESTIONS.items()))
+    for name, task in TASKS.items():
+        common = {
+            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test",
+            "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
+        }  # fmt: skip
+        (folder / f"{name}.yaml").write_text(json.dumps(common | task))  # JSON is YAML
+    routes = {
+        "local-completions": (
+            "/v1/completions",
+            f",tokenizer_backend=huggingface,tokenizer={resolve_model('demo')}",
+            TASKS,
+            [],
+        ),
+        "local-chat-completions": ("/v1/chat/completions", "", ["local_text"], ["--apply_chat_template"]),
+    }
+    results = {}
+    for kind, (path, more, tasks, flags) in routes.items():
+        arguments = f"model=demo,base_url=http://127.0.0.1:{port}{path},num_concurrent=4,max_length=2048{more}"
+        output = folder / kind
+        run(
+            ["lm_eval", "--model", kind, "--model_args", arguments, "--tasks", ",".join(tasks), "--include_path", str(folder),
+             "--output_path", str(output), *flags],
+            folder,
+        )  # fmt: skip
+        (report,) = output.rglob("results_*.json")
+        results[kind] = json.loads(report.read_text())["results"]
+    return results
+
+
+def main() -> None:
+    for name in ("guidellm", "lm_eval"):
+        if shutil.which(name) is None:
+            raise SystemExit(f"{name} is not on the PATH; install it in an environment of its own")
+    folder = Path(tempfile.mkdtemp())
+    options = ("--num-cache-blocks", "512", "--max-model-len", "2048")
+    with Launched(PYTHON, *options, log=folder / "log") as launched:
+        launched.wait_ready()
+        for _ in range(3):
+            launched.post("/v1/completions", prompt="warm", max_tokens=8)
+        result = {"guidellm": guidellm(launched.port, folder), "lm_eval": lm_eval(launched.port, folder)}
+        log = launched.log.read_text()
+    result |= {"server_errors": log.count('"status":5'), "machine": machine_state()}
+    print(json.dumps(result, indent=1))
+    with (RESULTS.parent / "clients.jsonl").open("a") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main()
