@@ -130,7 +130,7 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelConfigError(f"{path}: no such file; a model folder needs the published config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
@@ -170,7 +170,7 @@ def _architecture(raw: dict[str, Any]) -> str:
                 f"architectures is missing and model_type {raw.get('model_type')!r} is not supported; supported are {supported}"
             )
     model_type = raw.get("model_type")
-    if model_type is not None and model_type not in _MODEL_TYPES:
+    if model_type is not None and str(model_type) not in _MODEL_TYPES:
         raise ModelConfigError(f"model_type: {model_type!r} is not supported; supported are {', '.join(sorted(_MODEL_TYPES))}")
     return architecture
 
@@ -191,12 +191,18 @@ class _Fields:
             raise ModelConfigError(f"{name}: must be a whole number of at least {low}, got {value!r}")
         return value
 
-    def number(self, name: str, default: float | None = None) -> float:
+    def number(self, name: str, default: float | None = None, zero: bool = False) -> float:
         value = self.raw.get(name, default)
         if value is None:
             raise ModelConfigError(f"{name}: missing from config.json")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-            raise ModelConfigError(f"{name}: must be a positive number, got {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+            or value < 0
+            or not (value or zero)
+        ):
+            raise ModelConfigError(f"{name}: must be a positive number{' or 0' if zero else ''}, got {value!r}")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -367,8 +373,7 @@ def _rope(fields: _Fields) -> RopeConfig:
     yarn = _Fields(scaling)
     yarn.require("truncate", True)
     yarn.refuse("attention_factor", feature="an explicit attention factor")
-    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale is None or all_dim is None:
+    if scaling.get("mscale") is None or scaling.get("mscale_all_dim") is None:
         raise ModelConfigError("rope_scaling: mscale and mscale_all_dim must both be given")
     return RopeConfig(
         theta,
@@ -377,8 +382,8 @@ def _rope(fields: _Fields) -> RopeConfig:
             original_max_position_embeddings=yarn.integer("original_max_position_embeddings"),
             beta_fast=yarn.number("beta_fast", 32.0),
             beta_slow=yarn.number("beta_slow", 1.0),
-            mscale=float(mscale),
-            mscale_all_dim=float(all_dim),
+            mscale=yarn.number("mscale", zero=True),
+            mscale_all_dim=yarn.number("mscale_all_dim", zero=True),
         ),
     )
 

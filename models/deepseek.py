@@ -60,6 +60,7 @@ def deepseek_layers(
 
 
 def is_deepseek_draft_tensor(name: str, config: ModelConfig) -> bool:
-    """The MTP module is published as layers after the last one; recognised by number, whatever the prefix."""
+    """The MTP modules are published as the layers after the last one; recognised by number, whatever the prefix."""
     match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    return match is not None and int(match.group(1)) >= config.num_decoder_layers
+    behind = int(match.group(1)) - config.num_decoder_layers if match is not None else -1
+    return 0 <= behind < max(1, config.num_mtp_layers)

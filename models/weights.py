@@ -234,10 +234,10 @@ class Checkpoint:
         self.stored: dict[str, _Stored] = {}
         doubled = []
         for file in _files(self.folder):
-            for name, entry in _read_header(file).items():
+            for name, (dtype, shape) in _read_header(file).items():
                 if name in self.stored:
                     doubled.append(name)
-                self.stored[name] = _Stored(file, entry["dtype"], tuple(entry["shape"]))
+                self.stored[name] = _Stored(file, dtype, shape)
         if doubled:
             raise WeightsError(f"{self.folder}: {_listed('doubled', doubled)}")
         self.bytes_read = 0
@@ -279,6 +279,7 @@ class Inventory:
         self.asked: set[str] = set()
         self.bytes = 0
         self.misshapen: list[str] = []
+        self.unreadable: list[str] = []
 
     def is_fp8(self, name: str) -> bool:
         return self.checkpoint.is_fp8(name)
@@ -288,9 +289,11 @@ class Inventory:
         entry = self.checkpoint.stored.get(name)
         if entry is not None and entry.shape != shape:
             self.misshapen.append(f"{name} is {list(entry.shape)}, the model needs {list(shape)}")
+        if entry is not None and (entry.dtype not in _ITEM_BYTES or (self.is_fp8(name) and len(shape) == 1)):
+            self.unreadable.append(f"{name} is {entry.dtype}")
         dtype = FP8 if self.is_fp8(name) else torch.float32
         tensor = torch.empty([s.stop - s.start for s in index], dtype=dtype, device="meta")
-        self.bytes += tensor.nbytes if entry is None else tensor.numel() * _ITEM_BYTES.get(entry.dtype, 4)
+        self.bytes += tensor.nbytes if entry is None else tensor.numel() * _ITEM_BYTES.get(entry.dtype, 0)
         return tensor
 
     def mark_known(self, name: str) -> None:
@@ -308,6 +311,7 @@ class Inventory:
         problems = [_listed("missing", missing)] if missing else []
         problems += [_listed("unused", unused)] if unused else []
         problems += [_listed("misshapen", self.misshapen)] if self.misshapen else []
+        problems += [_listed(f"of a type that is not one of {_READABLE}", self.unreadable)] if self.unreadable else []
         if problems:
             raise WeightsError(f"{self.checkpoint.folder}: the checkpoint does not fit config.json: " + "; ".join(problems))
 
@@ -362,7 +366,8 @@ class ProgressLine:
 
 # ---- files --------------------------------------------------------------------------------------------------------
 
-_ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4}
+_ITEM_BYTES = {"F8_E4M3": 1, "BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_READABLE = "F8_E4M3 (matrices with block scales), BF16, F16, F32 and F64"
 
 
 def _files(folder: Path) -> list[Path]:
@@ -385,8 +390,8 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _read_header(file: Path) -> dict[str, Any]:
-    """Entries {dtype, shape, data_offsets} by name. Raises WeightsError when the file is shorter than it says."""
+def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """(dtype, shape) by name. Raises WeightsError when the file is shorter or longer than it says."""
     size = file.stat().st_size
     with file.open("rb") as f:
         length = int.from_bytes(f.read(8), "little")
@@ -394,13 +399,15 @@ def _read_header(file: Path) -> dict[str, Any]:
             raise WeightsError(f"{file}: truncated or not a safetensors file ({size} bytes); download it again")
         try:
             header = json.loads(f.read(length))
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise WeightsError(f"{file}: not a safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    needed = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size < needed:
-        raise WeightsError(f"{file}: truncated, {size} bytes of {needed}; download it again")
-    return header
+            header.pop("__metadata__", None)
+            entries = {name: (str(e["dtype"]), tuple(e["shape"])) for name, e in header.items()}
+            needed = 8 + length + max((e["data_offsets"][1] for e in header.values()), default=0)
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+            raise WeightsError(f"{file}: not a safetensors file ({error!r:.200}); download it again") from error
+    if size != needed:
+        fault = "truncated" if size < needed else "longer than its header says"
+        raise WeightsError(f"{file}: {fault}, {size} bytes of {needed}; download it again")
+    return entries
 
 
 def _listed(what: str, names: list[str]) -> str:

@@ -126,6 +126,8 @@ def test_both_spellings_of_the_rope_fields() -> None:
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'"),
         ({"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}}, "mscale"),
+        ({"rope_scaling": V3["rope_scaling"] | {"mscale": "a"}}, "mscale: must be a positive number or 0"),
+        ({"model_type": ["deepseek_v3"]}, "model_type"),
         ({"rope_scaling": "yarn"}, "rope_scaling: must be an object"),
         ({"ngram_vocab_size": 7}, "ngram_vocab_size: n-gram"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method: 'awq'"),
@@ -154,7 +156,12 @@ def test_config_files(tmp_path) -> None:
     with pytest.raises(ModelConfigError, match="no such file"):
         load_model_config(tmp_path)
     path = tmp_path / "config.json"
-    for text, named in (("{", "not valid JSON"), ("[]", "expected a JSON object"), ("\x00\xff", "not valid JSON")):
+    for text, named in (
+        ("{", "not valid JSON"),
+        ("[]", "expected a JSON object"),
+        ("\x00\xff", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+    ):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(ModelConfigError, match=named):
             load_model_config(tmp_path)

@@ -140,6 +140,38 @@ def test_one_file_without_index(checkpoint) -> None:
     assert torch.equal(logits_of(checkpoint, ids), want)
 
 
+@pytest.mark.parametrize(
+    "header", [b"[]", b'{"a":{}}', b'{"a":"b"}', b'{"a":{"dtype":"F32","shape":[1],"data_offsets":["x","y"]}}', b"[" * 100_000]
+)
+def test_a_file_with_another_kind_of_header(checkpoint, header) -> None:
+    shards(checkpoint)[1].write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(WeightsError, match=r"model-00002-of-000003\.safetensors: not a safetensors file"):
+        load(checkpoint)
+
+
+def test_a_file_that_goes_on_behind_its_tensors(checkpoint) -> None:
+    with shards(checkpoint)[0].open("ab") as file:
+        file.write(b"x" * 10)
+    with pytest.raises(WeightsError, match=r"model-00001-of-000003\.safetensors: longer than its header says"):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e5m2])
+def test_tensors_of_other_types_are_refused_by_name(checkpoint, dtype) -> None:
+    """Integers would load as if they were weights; their scales are not known here."""
+    edit(shards(checkpoint)[0], lambda t: t.update({"model.embed_tokens.weight": t["model.embed_tokens.weight"].to(dtype)}))
+    with pytest.raises(WeightsError, match=r"model\.embed_tokens\.weight is (I8|U8|I64|BOOL|F8_E5M2)"):
+        load(checkpoint)
+
+
+def test_a_model_cut_short_in_its_config_is_not_taken_for_drafts(checkpoint) -> None:
+    """The third layer would pass for the draft layer; the true draft layer is then one too many."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
+    with pytest.raises(WeightsError, match=r"unused: model\.layers\.3"):
+        load(checkpoint)
+
+
 def test_draft_tensors_are_left_alone_unless_asked_for(checkpoint) -> None:
     """Report L04: the MTP layer is skipped by its number."""
     assert load(checkpoint).mtp is None
