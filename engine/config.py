@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from engine.errors import ConfigError
 
 CACHE_FORMATS = ("auto", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "float32", "bfloat16")
 MAX_SPECULATIVE_TOKENS = 3
+MAX_NUM_SEQS = 1 << 16  # every rank keeps tables of so many rows
+
+
+def _check_types(config: Any) -> None:
+    """Flags, texts and fractions have the type of their field's default."""
+    for item in fields(config):
+        value, kind = getattr(config, item.name), type(item.default)
+        if kind is bool and not isinstance(value, bool):
+            raise ConfigError(f"{item.name}: must be true or false, got {value!r:.60}")
+        if kind is str and not isinstance(value, str):
+            raise ConfigError(f"{item.name}: must be a text, got {value!r:.60}")
+        if kind is float and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ConfigError(f"{item.name}: must be a number, got {value!r:.60}")
 
 
 def _choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -54,8 +68,11 @@ class SchedulerConfig:
     speculative_max_batch: int = 0
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         _at_least("max_num_seqs", self.max_num_seqs, 1)
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ConfigError(f"max_num_seqs: at most {MAX_NUM_SEQS}, got {self.max_num_seqs}")
         _at_least("prefill_chunk", self.prefill_chunk, 0)
         _at_least("max_queued_requests", self.max_queued_requests, 0)
         _at_least("max_skips", self.max_skips, 0)
@@ -101,6 +118,9 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
 
     def __post_init__(self) -> None:
+        _check_types(self)
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError(f"model: must be a folder or a hub id, as text, got {self.model!r:.60}")
         _choice("dtype", self.dtype, DTYPES)
         _choice("cache_format", self.cache_format, CACHE_FORMATS)
         _choice("device", self.device, ("auto", "cpu", "cuda"))
@@ -112,6 +132,12 @@ class EngineConfig:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
+        _at_least("seed", self.seed, 0)
+        if self.scheduler.max_num_batched_tokens <= self.num_speculative_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens: one sequence needs {1 + self.num_speculative_tokens}, "
+                f"got {self.scheduler.max_num_batched_tokens}"
+            )
         if not 0.0 <= self.fidelity_fraction <= 1.0:
             raise ConfigError(f"fidelity_fraction: must lie in [0, 1], got {self.fidelity_fraction}")
         if not 0.0 < self.memory_fraction < 1.0:
@@ -174,6 +200,7 @@ class ServerConfig:
     access_log: bool = True
 
     def __post_init__(self) -> None:
+        _check_types(self)
         _at_least("port", self.port, 0)
         if self.port > 65535:
             raise ConfigError(f"port: at most 65535, got {self.port}")

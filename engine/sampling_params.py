@@ -16,6 +16,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPERATURE = 100.0
+_LARGEST_ON_WIRE = 2**63 - 1  # of whole numbers in messages between processes
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy; a division by less would overflow FP32
 
 
@@ -73,10 +74,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:
-            _whole("seed", self.seed, 0, 2**63 - 1)
+            _whole("seed", self.seed, 0, None)
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, None)
         _whole("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _list("stop", self.stop)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise _reject("stop", f"at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         for text in self.stop:
@@ -86,16 +88,20 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None:
                 _whole(name, value, 0, MAX_LOGPROBS)
+        if not isinstance(self.logit_bias, dict):
+            raise _reject("logit_bias", f"must be a dict of token id to bias, got {_shown(self.logit_bias)}")
         _token_ids("logit_bias", list(self.logit_bias), vocab_size, MAX_LOGIT_BIAS)
         for bias in self.logit_bias.values():
             _number("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None:
+            _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
             if not self.allowed_token_ids:
                 raise _reject("allowed_token_ids", "must not be empty")
-            _token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size, vocab_size)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise _reject(name, "must be true or false")
+        if self.grammar is not None and not isinstance(self.grammar, str):
+            raise _reject("grammar", f"must be a serialized grammar (engine/grammar.py), got {_shown(self.grammar)}")
 
     @property
     def greedy(self) -> bool:
@@ -123,23 +129,37 @@ def _reject(name: str, problem: str) -> RequestRejected:
     return RequestRejected(f"{name}: {problem}", param=name)
 
 
+def _shown(value: Any) -> str:
+    """A wrong value as an error shows it; Python refuses to print the longest of numbers."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a number of {value.bit_length()} bits"
+    return f"{value!r:.60}"
+
+
 def _whole(name: str, value: Any, low: int, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise _reject(name, f"must be a whole number, got {value!r}")
-    if value < low or (high is not None and value > high):
-        raise _reject(name, f"must be at least {low}" + (f" and at most {high}" if high is not None else "") + f", got {value}")
+        raise _reject(name, f"must be a whole number, got {_shown(value)}")
+    high = _LARGEST_ON_WIRE if high is None else high
+    if not low <= value <= high:
+        raise _reject(name, f"must be at least {low} and at most {high}, got {_shown(value)}")
 
 
 def _number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise _reject(name, f"must be a finite number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or value in (math.inf, -math.inf):
+        raise _reject(name, f"must be a finite number, got {_shown(value)}")
     if value > high or value < low or (low_open and value == low):
-        raise _reject(name, f"must lie in {'(' if low_open else '['}{low:g}, {high:g}], got {value:g}")
+        raise _reject(name, f"must lie in {'(' if low_open else '['}{low:g}, {high:g}], got {_shown(value)}")
 
 
-def _token_ids(name: str, ids: list[int], vocab_size: int, most: int) -> None:
+def _list(name: str, value: Any) -> None:
+    if not isinstance(value, (list, tuple)):
+        raise _reject(name, f"must be a list, got {_shown(value)}; write [...] also around one entry")
+
+
+def _token_ids(name: str, ids: Any, vocab_size: int, most: int) -> None:
+    _list(name, ids)
     if len(ids) > most:
         raise _reject(name, f"at most {most} entries, got {len(ids)}")
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise _reject(name, f"token ids must lie in 0..{vocab_size - 1}, got {token!r}")
+            raise _reject(name, f"token ids must lie in 0..{vocab_size - 1}, got {_shown(token)}")
