@@ -69,11 +69,17 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"chat template {file} cannot be read: {error}") from error
         declared = config.get("chat_template")
-        if isinstance(declared, list):
-            declared = {entry["name"]: entry["template"] for entry in declared}
-        elif isinstance(declared, str):
-            declared = {"default": declared}
-        return cls(declared or {}, tokens, str(folder / "tokenizer_config.json"))
+        origin = str(folder / "tokenizer_config.json")
+        try:
+            if isinstance(declared, list):
+                declared = {entry["name"]: entry["template"] for entry in declared}
+            elif isinstance(declared, str):
+                declared = {"default": declared}
+            return cls(declared or {}, tokens, origin)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{origin}: chat_template must be a text or a list of named texts, got {declared!r:.60}; fetch the file again"
+            ) from error
 
     def render(
         self,

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import msgspec
 
+from engine.errors import WorkerFailed
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.plan import Agreement, StepPlan, StepResult
 from engine.scheduler import Scheduler
@@ -72,6 +73,7 @@ class EngineCore:
         self._lockstep = lockstep
         self._plans: deque[StepPlan] = deque()
         self._step_seconds = 0.0
+        self._in_step = False  # still true when a step did not end: the scheduler and the ranks have parted
         self._leak_reported = False
         self._fidelity = Fidelity()
 
@@ -97,7 +99,13 @@ class EngineCore:
         return self._scheduler.has_work or any(not plan.is_empty for plan in self._plans)
 
     def step(self) -> list[TokenOutput | RequestFailed]:
-        """Submit the next plan and return the outputs of the oldest result that is due, if any."""
+        """Submit the next plan and return the outputs of the oldest result that is due, if any.
+
+        Raises WorkerFailed after a step that failed or was interrupted: nothing can be computed any more.
+        """
+        if self._in_step:
+            raise WorkerFailed("an earlier step failed or was interrupted half way: this engine has ended, make a new one")
+        self._in_step = True
         started = time.perf_counter()
         submitted = False
         if not self._scheduler.must_wait:
@@ -115,6 +123,7 @@ class EngineCore:
         if not self._scheduler.has_work:
             self._report_leak()
         self._step_seconds += time.perf_counter() - started
+        self._in_step = False
         return outputs
 
     def stats(self) -> ReplicaStats:

@@ -6,6 +6,7 @@ what they receive. Every choice that "auto" leaves open is made in `build_worker
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from dataclasses import dataclass
@@ -158,6 +159,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     fmt = resolve_cache_format(config, model_config, device, dtype)
     max_model_len = resolve_max_model_len(config, model_config)
     _check_heads(model_config, parallel)
+    _check_cache(config, model_config, fmt, device)
     if config.kernels == "reference":
         ops.use_backend("reference")
     try:
@@ -290,6 +292,21 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
 def _check_heads(model: ModelConfig, parallel: ParallelContext) -> None:
     if model.num_heads % parallel.tp:
         raise ConfigError(f"tp: {model.num_heads} attention heads do not divide among {parallel.tp} ranks")
+
+
+def _check_cache(config: EngineConfig, model: ModelConfig, fmt: CacheFormat, device: torch.device) -> None:
+    """Refuse a format that does not hold the model's latent, and more blocks than the device could ever hold."""
+    KVCache.allocate(model, fmt, 1, torch.device("meta"), config.num_speculative_tokens)
+    block_bytes = BLOCK_SIZE * bytes_per_token(model, fmt, config.num_speculative_tokens)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if config.num_cache_blocks * block_bytes > total:
+        raise ConfigError(
+            f"num_cache_blocks: {config.num_cache_blocks} blocks of {block_bytes} bytes are more than the {total} bytes of the "
+            f"device; at most {total // block_bytes} could fit, 0 takes what memory allows"
+        )
 
 
 def _activation_bytes(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> int:

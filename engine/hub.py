@@ -41,14 +41,18 @@ def resolve_model(model: str, *, weights: bool = True) -> Path:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"the bundled demo model is missing from {folder}: reinstall the package")
         return folder
-    folder = Path(model).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(model).expanduser()
+        exists, is_folder = folder.exists(), folder.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long for a path, or the home of nobody
+        raise ConfigError(f"model {model:.60}: is no path ({_first_line(error):.80}); give a folder or a hub id") from error
+    if is_folder:
         if not (folder / "config.json").is_file():
             raise ConfigError(
                 f"model {model}: the folder has no config.json; give the folder that holds the checkpoint's files"
             )
         return folder
-    if folder.exists():
+    if exists:
         raise ConfigError(f"model {model}: is a file; give the folder that holds config.json and the weights")
     if model.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(model):
         raise ConfigError(f"model {model}: no such folder, and not a hub id of the form owner/name")

@@ -6,10 +6,14 @@ one raises and harms no other.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import signal
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -19,14 +23,14 @@ from engine.chat import ChatTemplate
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestRejected
-from engine.executor import WorkerInfo, build_worker
-from engine.hub import end_token_ids, load_generation_config
+from engine.executor import WorkerInfo, build_worker, create_context
+from engine.hub import end_token_ids, load_generation_config, resolve_model
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.output import OutputStream, TokenText
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.served_model import check_text_size
 from engine.tokenizer import Tokenizer
-from models.parallel import ParallelContext
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -123,13 +127,15 @@ class LLM:
     Raises ConfigError naming the field or file before weights are read.
     """
 
-    def __init__(self, model: str = "demo", **options: Any) -> None:
-        self._core, self.info = build_core(engine_config(model, options))
-        self.tokenizer = Tokenizer.load(self.info.folder)
-        self._chat_template = ChatTemplate.load(self.info.folder)
-        self._vocab_size = self.info.model_config.vocab_size
+    def __init__(self, model: str | Path = "demo", **options: Any) -> None:
+        config = engine_config(model, options)
+        folder = resolve_model(config.model, weights=False)
+        self.tokenizer = Tokenizer.load(folder)
+        self._chat_template = ChatTemplate.load(folder)
         turn_end = self._chat_template.turn_end(self.tokenizer)
-        self._eos_token_ids = end_token_ids(self.info.folder, self.tokenizer, turn_end)
+        self._eos_token_ids = end_token_ids(folder, self.tokenizer, turn_end)
+        self._core, self.info = build_core(config)
+        self._vocab_size = self.info.model_config.vocab_size
         self._num_requests = 0
 
     # ---- what users call
@@ -144,10 +150,11 @@ class LLM:
 
         prompts: a text, a list of token ids, {"prompt_token_ids": [...]} or {"prompt": "..."}; or a list of these
         sampling_params: one for all prompts or one for each; None takes what the model's generation_config.json recommends
-        Raises RequestRejected for the first bad prompt or parameter, before anything runs.
+        Raises RequestRejected for the first bad prompt or parameter, before anything runs. Ctrl-C ends the call after the
+        step that runs, a second one at once (and this engine with it).
         """
-        listed = [prompts] if _is_one_prompt(prompts) else list(prompts)  # type: ignore[arg-type]
-        return self._run([self._encoded(prompt) for prompt in listed], sampling_params, use_tqdm)  # type: ignore[arg-type]
+        listed = [prompts] if _is_one_prompt(prompts) else _listed("prompts", prompts)
+        return self._run([self._encoded(prompt) for prompt in listed], sampling_params, use_tqdm)
 
     def chat(
         self,
@@ -161,11 +168,20 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, through the model's chat template."""
-        conversations = [messages] if messages and isinstance(messages[0], dict) else list(messages)
+        conversations = _listed("messages", messages)
+        if conversations and isinstance(conversations[0], Mapping):
+            conversations = [conversations]
+        for conversation in conversations:
+            if not isinstance(conversation, (list, tuple)) or not all(isinstance(message, dict) for message in conversation):
+                raise RequestRejected(
+                    f"messages: a conversation must be a list of dicts with role and content, got {conversation!r:.60}",
+                    param="messages",
+                )
+            check_text_size("messages", conversation, self.info.max_model_len)
         prompts = [
             self._chat_template.encode(
                 self.tokenizer,
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -173,7 +189,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self._run(prompts, sampling_params, use_tqdm)  # type: ignore[arg-type]
+        return self._run(prompts, sampling_params, use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, our defaults elsewhere."""
@@ -193,15 +209,19 @@ class LLM:
 
     def _encoded(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """(text if known, token ids) of one prompt."""
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+        ids: Any = prompt
+        text: Any = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if isinstance(prompt.get("prompt"), str):
-                return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-        elif isinstance(prompt, (list, tuple)):
-            return None, list(prompt)
+            text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            if unknown := sorted(map(str, prompt.keys() - {"prompt", "prompt_token_ids"})):
+                raise RequestRejected(
+                    f"prompt: {unknown[0]!r} is no field of a prompt; it has prompt and prompt_token_ids", param="prompt"
+                )
+        if isinstance(ids, (list, tuple)) and (text is None or isinstance(text, str)):
+            return text, list(ids)
+        if isinstance(text, str):
+            check_text_size("prompt", text, self.info.max_model_len)
+            return text, self.tokenizer.encode(text)
         raise RequestRejected(
             f"prompt: must be a text, a list of token ids or a dict with prompt_token_ids, got {prompt!r:.60}", param="prompt"
         )
@@ -212,13 +232,17 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool,
     ) -> list[RequestOutput]:
-        calls, live = self._add(prompts, self._params_of(sampling_params, len(prompts)))
-        try:
-            with tqdm(total=len(calls), desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True) as progress:
-                self._loop(calls, live, progress)
-        finally:
-            for request_id in live:  # interrupted or failed: leave the engine as it was
-                self._core.abort(request_id)
+        all_params = self._params_of(sampling_params, len(prompts))
+        with _held_interrupt() as interrupted:
+            calls, live = self._add(prompts, all_params)
+            try:
+                with tqdm(
+                    total=len(calls), desc="Generating", unit="req", disable=not use_tqdm, dynamic_ncols=True
+                ) as progress:
+                    self._loop(calls, live, progress, interrupted)
+            finally:
+                for request_id in live:  # interrupted or failed: leave the engine as it was
+                    self._core.abort(request_id)
         return [self._result(call) for call in calls]
 
     def _params_of(
@@ -228,12 +252,15 @@ class LLM:
             sampling_params = self.default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             return [sampling_params] * count
-        if len(sampling_params) != count:
+        listed = _listed("sampling_params", sampling_params)
+        for params in listed:
+            if not isinstance(params, SamplingParams):
+                raise RequestRejected(f"sampling_params: must be SamplingParams, got {params!r:.60}", param="sampling_params")
+        if len(listed) != count:
             raise RequestRejected(
-                f"sampling_params: {len(sampling_params)} for {count} prompts; give one, or one a prompt",
-                param="sampling_params",
+                f"sampling_params: {len(listed)} for {count} prompts; give one, or one a prompt", param="sampling_params"
             )
-        return sampling_params
+        return listed
 
     def _add(
         self, prompts: list[tuple[str | None, list[int]]], all_params: Sequence[SamplingParams]
@@ -255,17 +282,17 @@ class LLM:
                     live[choice_id] = _Choice(len(calls), index, stream, choice_params)
                     call.choices.append(live[choice_id])
                 calls.append(call)
-        except RequestRejected:
+        except BaseException:
             for choice_id in live:
                 self._core.abort(choice_id)
             raise
         return calls, live
 
-    def _loop(self, calls: list[_Call], live: dict[str, _Choice], progress: tqdm) -> None:
-        """Step the engine until the last choice has ended."""
+    def _loop(self, calls: list[_Call], live: dict[str, _Choice], progress: tqdm, interrupted: threading.Event) -> None:
+        """Step the engine until the last choice has ended, or until the end of the step that was interrupted."""
         unfinished = [len(call.choices) for call in calls]
         num_tokens, started, shown = 0, time.perf_counter(), 0.0
-        while live:
+        while live and not interrupted.is_set():
             for output in self._core.step():
                 choice = live.get(output.request_id)
                 if choice is None:
@@ -313,7 +340,7 @@ class LLM:
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, WorkerInfo]:
     """An engine of one rank in this process, and what "auto" became. Raises ConfigError before weights are read."""
-    executor, info = build_worker(config, ParallelContext.single())
+    executor, info = build_worker(config, create_context(config, "cpu"))
     scheduler = Scheduler(
         config.scheduler,
         BlockManager(info.num_blocks, config.prefix_cache),
@@ -325,7 +352,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, WorkerInfo]:
     return EngineCore(scheduler, executor, asynchronous=info.asynchronous), info
 
 
-def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
     """EngineConfig from flat options. Raises ConfigError for a name that no field has."""
     scheduler_names = {f.name for f in dataclasses.fields(SchedulerConfig)}
     engine_names = {f.name for f in dataclasses.fields(EngineConfig)} - {"model", "scheduler", "parallel"}
@@ -338,13 +365,46 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     # A call brings all its prompts at once, so the queue has no limit unless one is asked for.
     scheduler = {"max_queued_requests": 0} | {name: value for name, value in options.items() if name in scheduler_names}
     engine = {name: value for name, value in options.items() if name in engine_names}
-    return EngineConfig(model=model, scheduler=SchedulerConfig(**scheduler), **engine)
+    return EngineConfig(
+        model=str(model) if isinstance(model, Path) else model, scheduler=SchedulerConfig(**scheduler), **engine
+    )
+
+
+@contextlib.contextmanager
+def _held_interrupt() -> Iterator[threading.Event]:
+    """The event is set by Ctrl-C, which is raised at the end of the block: half a step would leave the scheduler and the
+    ranks apart. The second one is raised at once. A handler of the caller's own, or another thread, is left alone."""
+    interrupted = threading.Event()
+    ours = (
+        threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if not ours:
+        yield interrupted
+        return
+
+    def hold(*_: Any) -> None:
+        interrupted.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, Mapping)):
+        raise RequestRejected(f"{name}: must be a list, got {values!r:.60}", param=name)
+    return list(values)
 
 
 def _is_one_prompt(prompts: Any) -> bool:
-    if isinstance(prompts, (str, Mapping)):
+    if isinstance(prompts, (str, bytes, Mapping)):
         return True
-    return bool(prompts) and isinstance(prompts, Sequence) and all(isinstance(item, int) for item in prompts)
+    return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
 
 
 def _logprobs(entry: TokenText) -> dict[int, Logprob]:

@@ -237,8 +237,7 @@ class ServedModel:
 
     def encode(self, text: str, add_special_tokens: bool = True, allow_special: bool = False) -> list[int]:
         """Token ids of a prompt, whose length is limited before any work is done on it."""
-        if len(text) > self.max_model_len * MAX_PROMPT_CHARS_PER_TOKEN:
-            raise _too_long(f"the prompt has {len(text)} characters", self.max_model_len)
+        check_text_size("prompt", text, self.max_model_len)
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens, allow_special=allow_special)
 
     # ---- parts
@@ -265,9 +264,7 @@ class ServedModel:
     def _chat_prompt(
         self, request: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None
     ) -> tuple[str, list[int]]:
-        size = sum(_text_size(message) for message in request.messages or [])
-        if size > self.max_model_len * MAX_PROMPT_CHARS_PER_TOKEN:
-            raise _too_long(f"the messages have {size} characters", self.max_model_len)
+        check_text_size("messages", request.messages or [], self.max_model_len)
         continued = bool(request.continue_final_message)
         return self.template.encode(
             self.tokenizer,
@@ -431,9 +428,15 @@ def _text_size(value: Any) -> int:
     return sum(_text_size(item) for item in value) if isinstance(value, list) else 0
 
 
-def _too_long(what: str, limit: int) -> RequestRejected:
+def check_text_size(param: str, value: Any, max_model_len: int) -> None:
+    """Refuse text, wherever it stands in `value`, that is too long for the context however it is tokenized."""
+    if (size := _text_size(value)) > max_model_len * MAX_PROMPT_CHARS_PER_TOKEN:
+        raise _too_long(f"{param}: {size} characters", max_model_len, param)
+
+
+def _too_long(what: str, limit: int, param: str = "prompt") -> RequestRejected:
     return RequestRejected(
         f"{what}, more than this model's context of {limit} tokens allows; shorten the prompt or lower max_tokens",
         code="context_length_exceeded",
-        param="prompt",
+        param=param,
     )

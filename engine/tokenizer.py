@@ -211,7 +211,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Parse a JSON object file. Raises ConfigError naming it."""
     try:
         value = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not readable JSON: {error}; fetch the file again") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} must hold a JSON object")

@@ -318,6 +318,18 @@ def test_results_of_another_step_are_refused() -> None:
         host.scheduler.update(plan, StepResult(0, []))
 
 
+@pytest.mark.parametrize("method", ["submit", "collect"])
+def test_a_step_that_did_not_end_ends_the_engine(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step says what happened; it must not fail over a result that belongs to another plan."""
+    host = Host()
+    host.add(request("a", 10, 5))
+    with monkeypatch.context() as broken, pytest.raises(MemoryError):
+        broken.setattr(host.device, method, lambda *_: (_ for _ in ()).throw(MemoryError()))
+        host.core.step()
+    with pytest.raises(WorkerFailed, match="an earlier step failed or was interrupted"):
+        host.core.step()
+
+
 def test_a_third_plan_in_flight_is_refused() -> None:
     host = Host()
     host.add(request("a", 10, 5))

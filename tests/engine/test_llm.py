@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from engine.errors import ConfigError, EngineError, RequestRejected
 from engine.llm import LLM, engine_config
 from engine.sampling_params import SamplingParams
+from models.weights import Checkpoint
 from tests.reference_checkpoints import reference_checkpoint, references
 
 VARIANT = "deepseek_v3-tiny"
@@ -87,6 +93,19 @@ BAD = [
     ([5], {"stop_token_ids": [1 << 20]}, "stop_token_ids"),
     ([5], {"logit_bias": {1 << 20: 1.0}}, "logit_bias"),
     ([5], {"logprobs": 1000}, "logprobs"),
+    ({"prompt_token_ids": None}, {}, "prompt"),
+    ({"prompt": 5, "prompt_token_ids": [5]}, {}, "prompt"),
+    ({"prompt": "x", "multi_modal_data": {}}, {}, "multi_modal_data"),
+    ("word " * 100_000, {}, "prompt: 500000 characters.*512"),
+    ([5], {"temperature": 1 << 5000}, "temperature"),
+    ([5], {"top_k": 1 << 64}, "top_k: must be at least -1 and at most"),
+    ([5], {"n": 1 << 20000}, "n: .* got a number of 20001 bits"),
+    ([5], {"stop": "the end"}, "stop: must be a list"),
+    ([5], {"stop": None}, "stop: must be a list"),
+    ([5], {"stop_token_ids": 5}, "stop_token_ids: must be a list"),
+    ([5], {"logit_bias": [5]}, "logit_bias: must be a dict"),
+    ([5], {"allowed_token_ids": {5: 6}}, "allowed_token_ids: must be a list"),
+    ([5], {"grammar": 5}, "grammar"),
 ]
 
 
@@ -119,6 +138,45 @@ def test_an_interrupted_call_leaves_a_clean_engine(llm: LLM, monkeypatch: pytest
         llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
     monkeypatch.undo()
     assert clean(llm)
+    got = llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
+    assert [result.outputs[0].token_ids for result in got] == [ref.generated[:16] for ref in refs]
+
+
+@pytest.mark.parametrize("prompts", [None, 5, np.array([5, 6]), torch.tensor([5, 6]), b"abc"])
+def test_what_is_no_list_of_prompts_is_refused(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(RequestRejected, match="prompt"):
+        llm.generate(prompts, greedy(), use_tqdm=False)
+
+
+@pytest.mark.parametrize("params", ["greedy", {"temperature": 0}, 5, [None], [{"temperature": 0}]])
+def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
+    with pytest.raises(RequestRejected, match="sampling_params: must be"):
+        llm.generate([[5, 6]], params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("messages", [None, {}, "hello", ["hello"], [[5]], [{"role": "user", "content": "word " * 100_000}]])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestRejected, match="messages"):
+        llm.chat(messages, greedy(), use_tqdm=False)
+
+
+def test_ctrl_c_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real signal in the middle of a step: half a step would leave the scheduler and the runner apart for ever."""
+    refs = references(VARIANT)
+    submit, calls = llm._core._executor.submit, []
+
+    def interrupted(plan: Any) -> None:
+        calls.append(plan)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGINT)
+        submit(plan)
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(llm._core._executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
+    monkeypatch.undo()
+    assert len(calls) == 3 and clean(llm) and signal.getsignal(signal.SIGINT) is before
     got = llm.generate([ref.prompt for ref in refs], greedy(), use_tqdm=False)
     assert [result.outputs[0].token_ids for result in got] == [ref.generated[:16] for ref in refs]
 
@@ -205,9 +263,18 @@ def test_the_progress_bar_shows_the_speed(llm: LLM, capsys: pytest.CaptureFixtur
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"num_cache_blocks": -1}, "num_cache_blocks"),
         ({"cache_memory_bytes": 1000}, "cache_memory_bytes"),
+        ({"num_cache_blocks": 10**12}, "num_cache_blocks: .* could fit"),
+        ({"num_speculative_tokens": 3, "max_num_batched_tokens": 3}, "max_num_batched_tokens: one sequence needs 4, got 3"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs: at most"),
+        ({"memory_fraction": "x"}, "memory_fraction: must be a number"),
+        ({"prefix_cache": "no"}, "prefix_cache: must be true or false"),
+        ({"served_model_name": 5}, "served_model_name: must be a text"),
+        ({"seed": "x"}, "seed: must be a whole number"),
     ],
 )
-def test_options_that_cannot_work_are_named(options: dict, words: str) -> None:
+def test_options_that_cannot_work_are_named(options: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "cache_memory_bytes" not in options:  # that one needs to know what the model leaves free
+        monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(EngineError, match=words) as caught:
         LLM(str(reference_checkpoint(VARIANT)), device="cpu", **options)
     assert isinstance(caught.value, ConfigError)
@@ -216,3 +283,34 @@ def test_options_that_cannot_work_are_named(options: dict, words: str) -> None:
 def test_options_reach_their_config() -> None:
     config = engine_config("m", {"max_num_seqs": 5, "dtype": "bfloat16"})
     assert config.scheduler.max_num_seqs == 5 and config.dtype == "bfloat16" and config.scheduler.max_queued_requests == 0
+
+
+@pytest.mark.parametrize("model", [None, 5, b"demo", "", "x" * 5000, "~nobody-of-this-name/x"])
+def test_what_is_no_model_is_refused(model: Any) -> None:
+    with pytest.raises(ConfigError, match="model"):
+        LLM(model)
+
+
+@pytest.mark.parametrize(
+    "name,content,words",
+    [
+        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", "{", "tokenizer.json is not readable JSON"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "tokenizer_config.json: chat_template must be"),
+        ("tokenizer_config.json", '{"chat_template": [5]}', "tokenizer_config.json: chat_template must be"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not readable JSON"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "generation_config.json: eos_token_id"),
+    ],
+)
+def test_a_tokenizer_that_cannot_work_is_refused_before_weights_are_read(
+    tmp_path: Path, name: str, content: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(reference_checkpoint(VARIANT), folder, ignore=shutil.ignore_patterns("reference*"))
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_text(content)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=words):
+        LLM(str(folder), device="cpu")
