@@ -233,7 +233,7 @@ def restrict(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
     vocab = scaled.shape[1]
     if not filters.max_top_k and not filters.open_top_p:
         return scaled  # only min_p
-    few = min(max(NUM_CANDIDATES, filters.max_top_k), vocab)
+    few = min(max(NUM_CANDIDATES if filters.open_top_p else 1, filters.max_top_k), vocab)
     if filters.open_top_p and scaled.device.type != "cpu":
         few = vocab  # whether few candidates are enough is only known on the device
     threshold, complete = _threshold(scaled, filters, few)
