@@ -189,6 +189,13 @@ def context() -> str | None:
                     label = "exact sums" if sums == "exact" else LABEL[sums]
                     axes[row, column].errorbar(at, mean, yerr=spread, label=label, color=colour, marker=marker, linestyle=line, markersize=5, capsize=2, elinewidth=0.7)  # fmt: skip
                     tokens_axis(axes[row, column], at)
+        for sums, colour, marker in (("fp8 kernel", "#009E73", "P"), ("bf16 kernel", "#777777", "o"), ("one product, fast", "#CC79A7", "v")):
+            found = of("kernel_figures", "context", data=data, **{key: value})
+            points = sorted(newest((x for x in found if x["sums"] == sums), "tokens"), key=lambda x: x["tokens"])
+            for row, metric in enumerate(("relative", "alone")):
+                if points and metric in points[0]:
+                    mean, spread = np.array([x[metric] for x in points]).T
+                    axes[row, column].errorbar([x["tokens"] for x in points], mean, yerr=spread, label=f"on the chip: {sums}", color=colour, marker=marker, linestyle="-.", capsize=2)  # fmt: skip
         axes[0, column].set_title(title)
         for row in (0, 1):
             axes[row, column].set_yscale("log")
@@ -234,6 +241,97 @@ def sources() -> str | None:
     axis.grid(axis="x", alpha=0.3)
     axis.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 0.5))
     save(figure, "error_by_source", f"{demo[0]['tokens'] if demo else '?'} tokens; {origin(lines)}")
+    return None
+
+
+# ---- Fig. 6 and 7
+
+FP8_OVER_BF16 = 17 / 9  # Eq. 14: 512 + 512 of a tile's 576 + 512 dimensions run at twice the BF16 rate
+FLOP = 2 * (576 + 512)  # a query row and token
+TOKEN_BYTES = {"fp8": 644, "bf16": 1152}
+
+
+def roofline(line: Line) -> tuple[float, float]:
+    """(tensor peak, attainable) TFLOP/s of a case, from the matrix product and the page reads measured in the same run."""
+    peak = line["bf16_matmul_tflops"] * (FP8_OVER_BF16 if line["format"] == "fp8" else 1.0)
+    intensity = line["heads"] * line["query_len"] * FLOP / TOKEN_BYTES[line["format"]]  # FLOP a byte read once
+    return peak, min(peak, line["read_rate_tb_per_s"] * intensity)
+
+
+def fig7() -> str | None:
+    lines = of("kernel_figures", "fig7")
+    # kernel_decode times the same shapes with the same method.
+    lines = [x for x in read(RESULTS / "kernel_decode.jsonl") if x.get("batch") == 32 and x["tokens"] == 32 * x["longest"] and "invariant" not in x["case"]] + lines  # fmt: skip
+    lines = newest(lines, "kernel", "format", "heads", "query_len", "longest")
+    heads = [h for h in (16, 32, 64, 128) if any(x["heads"] == h for x in lines)]
+    if not heads:
+        return "kernel_decode.jsonl and kernel_figures.jsonl hold no batch of 32 (needs a Hopper GPU)"
+    blues, greys, markers = ["#0072B2", "#56B4E9", "#005080", "#00A0C0"], ["#555555", "#999999", "#333333", "#777777"], "so^D"
+    peers = {"flash_mla": ("#D55E00", "v"), "flashinfer": ("#009E73", "P")}
+    figure, axes = plt.subplots(1, len(heads), figsize=(3.6 * len(heads), 4.8), layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    for axis, count in zip(axes[0], heads):
+        mine = [x for x in lines if x["heads"] == count]
+        for fmt, colours, name in (("fp8", blues, "SnapMLA FP8"), ("bf16", greys, "our BF16")):
+            for query_len in sorted({x["query_len"] for x in mine}):
+                points = sorted((x for x in mine if (x["format"], x["query_len"], x["kernel"]) == (fmt, query_len, "ours")), key=lambda x: x["longest"])  # fmt: skip
+                if not points:
+                    continue
+                rate = np.array([x["tflops"] for x in points])
+                # Quartiles of the time around its median, as rates.
+                ends = np.abs(np.array([[x["us"] / x["us_quartiles"][1], x["us"] / x["us_quartiles"][0]] for x in points]).T * rate - rate)
+                axis.errorbar(
+                    [x["longest"] for x in points], rate, yerr=ends, label=f"{name}, {query_len} query token{'s' * (query_len > 1)}",
+                    color=colours[query_len - 1], marker=markers[query_len - 1], linestyle="-" if fmt == "fp8" else "--", markersize=5, capsize=2,
+                )  # fmt: skip
+            one = next((x for x in mine if x["format"] == fmt and x["query_len"] == 1), None)
+            if one is not None:
+                style = {"color": colours[0], "linewidth": 1.2, "linestyle": ":" if fmt == "fp8" else "-."}
+                axis.axhline(roofline(one)[1], label=f"{'FP8' if fmt == 'fp8' else 'BF16'} roofline, 1 query token", **style)
+        for peer, (colour, marker) in peers.items():
+            points = sorted((x for x in mine if (x["kernel"], x["query_len"]) == (peer, 1)), key=lambda x: x["longest"])
+            if points:
+                axis.plot([x["longest"] for x in points], [x["tflops"] for x in points], color=colour, marker=marker, label=f"{peer} (BF16), 1 query token")
+        tokens_axis(axis, [x["longest"] for x in mine])
+        axis.set_title(f"{count} heads")
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("TFLOP/s (2 x rows x tokens x 1088)")
+    handles: dict[str, Any] = {}
+    for axis in axes[0]:
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.suptitle("Fig. 7  Decode kernel at batch 32: medians and quartiles, beside rooflines from the same run's page reads and BF16 product")
+    save(figure, "fig7_kernel", f"{lines[-1]['device']}; torch {lines[-1]['torch']}; {lines[-1]['date'][:10]}")
+    return None
+
+
+def fig6() -> str | None:
+    lines = newest(of("kernel_figures", "fig6"), "model", "dp", "format", "kernel", "length")
+    if not lines:
+        return "kernel_figures.jsonl has no lines of `fig6` (needs a Hopper GPU)"
+    models, settings = list(dict.fromkeys(x["model"] for x in lines)), sorted({(x["dp"], x["tp"]) for x in lines})
+    figure, axes = plt.subplots(len(models), len(settings), figsize=(4.2 * len(settings), 3.6 * len(models)), layout="constrained", squeeze=False)
+    figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
+    for row, model in enumerate(models):
+        for column, (dp, tp) in enumerate(settings):
+            axis = axes[row, column]
+            mine = [x for x in lines if (x["model"], x["dp"], x["kernel"]) == (model, dp, "ours")]
+            lengths = sorted({x["length"] for x in mine})
+            for offset, fmt, colour, hatch in ((-0.2, "bf16", "#999999", ""), (0.2, "fp8", "#0072B2", "//")):
+                points = sorted((x for x in mine if x["format"] == fmt), key=lambda x: x["length"])
+                at = np.arange(len(points)) + offset
+                bars = axis.bar(at, [x["tflops"] for x in points], 0.38, color=colour, hatch=hatch, edgecolor="white", label=f"our {fmt.upper()}" if fmt == "bf16" else "SnapMLA FP8")
+                axis.bar_label(bars, fmt="%.0f", fontsize=7)
+                axis.plot(at, [roofline(x)[1] for x in points], "_", color="black", markersize=18, label="roofline" if fmt == "fp8" else None)
+            batches = {x["length"]: x["batch"] for x in mine}
+            axis.set_xticks(range(len(lengths)), [f"{n // 1024}k\nbatch {batches[n]}" for n in lengths])
+            axis.set_title(f"{model}, DP{dp}/TP{tp}: {mine[0]['heads']} heads", fontsize=10)
+            axis.margins(y=0.15)
+        axes[row, 0].set_ylabel("TFLOP/s")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle("Fig. 6  Decode kernel under the shapes of serving, one rank")
+    save(figure, "fig6_kernel_serving", f"{lines[0]['method']}; {origin(lines)}")
     return None
 
 
@@ -353,7 +451,7 @@ def table2() -> str | None:
 
 
 DRAWN: dict[str, Callable[[], str | None]] = {
-    "fig3": fig3, "fig5": fig5, "context": context, "sources": sources, "table1": table1, "table2": table2,
+    "fig3": fig3, "fig5": fig5, "context": context, "sources": sources, "fig6": fig6, "fig7": fig7, "table1": table1, "table2": table2,
 }  # fmt: skip
 
 

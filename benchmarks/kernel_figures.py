@@ -1,0 +1,204 @@
+"""Figures that need the Hopper kernels, on one GPU: `python -m benchmarks.kernel_figures [--quick] [--only fig7 fig6 ...]`.
+
+    fig7      batch 32, heads 16 to 128, 1 to 4 query tokens, 1k to 128k: FP8 and BF16, beside the ceilings of the same run
+    fig6      heads and batch of a rank of each DP/TP setting of DeepSeek-V3.1 and LongCat-Flash, 16k to 128k
+    context   error of the kernels' own outputs against context length; and P.V as one product with fast accumulation, which
+              keeps everything in the tensor core ("single-level" on the chip), beside the promoted form
+    probe     time of a decode step of the demo model without and with the fidelity probe at 1 %
+
+Timing is kernel_decode's: graph replays over rotated tables, warm, medians. Other kernels are timed where they are installed.
+Appends to results/kernel_figures.jsonl and skips what is there; a point takes about half a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import workloads
+from benchmarks.activations import Attention, synthetic
+from benchmarks.harness import Log
+from benchmarks.kernel_decode import Bench
+from benchmarks.numerics import LONGEST, contexts, errors, output
+from benchmarks.records import RESULTS, machine_state, read
+from benchmarks.schemes import BF16, EXACT, SNAPMLA, Scheme
+from engine.llm import LLM
+from engine.sampling_params import SamplingParams
+from kernels import ops
+from kernels.layout import BLOCK_SIZE, FP8, FP8_MAX, CacheFormat, LatentCache, LatentQuery
+from kernels.reference.latent import quantize_rows
+
+PARTS = ("fig7", "fig6", "context", "probe")
+SEED = 0
+MODELS = {"DeepSeek-V3.1": (128, 61), "LongCat-Flash": (64, 56)}  # heads, attention layers
+SETTINGS = ((1, 8), (4, 2), (8, 1))  # DP, TP
+CACHE_BYTES = 35e9  # of a rank, beside weights and activations on eight H200
+METHOD = {
+    "fig7": "graph replays over rotated block tables, 120 ms warm, median of 60 ms",
+    "fig6": "as fig7; batch: the largest power of two whose BF16 cache fits 35 GB of a rank, the same for FP8",
+    "context": "kernel output against FP32 attention on the unrounded values; one P.V product by torch._scaled_mm",
+    "probe": "engine time a step, one engine after the other, median of 3 runs after a warm-up",
+}
+
+
+def batch_that_fits(layers: int, length: int) -> int:
+    """Sequences of a replica for fig6."""
+    most = int(CACHE_BYTES / (CacheFormat.BF16.bytes_per_token(512, 64) * layers * length))
+    return 1 << max(0, most.bit_length() - 1)
+
+
+def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
+    """Every point of fig7 and fig6 as Bench.case takes it, with what it stands for."""
+    cases: list[dict[str, Any]] = []
+    if "fig7" in parts:
+        for length in (1024, 4096, 32768, 131072) if quick else [1024 << i for i in range(8)]:
+            for query_len in (1, 2) if quick else (1, 2, 3, 4):
+                cases += [
+                    {"figure": "fig7", "heads": heads, "query_len": query_len, "batch": 32, "length": length}
+                    for heads in (16, 32, 64, 128)
+                ]
+    if "fig6" in parts:
+        for model, (heads, layers) in MODELS.items():
+            for dp, tp in SETTINGS:
+                cases += [
+                    {"figure": "fig6", "model": model, "dp": dp, "tp": tp, "heads": heads // tp, "query_len": 1,
+                     "batch": batch_that_fits(layers, length), "length": length}
+                    for length in (16384, 32768, 65536, 131072)
+                ]  # fmt: skip
+    return cases
+
+
+def timings(out: Path, quick: bool, parts: list[str], state: dict[str, Any]) -> None:
+    done = read(out)
+    for fmt in (CacheFormat.FP8, CacheFormat.BF16):
+        todo = [
+            case for case in timing_cases(quick, parts)
+            if not any(all(line.get(k) == v for k, v in (case | {"format": fmt.value}).items()) for line in done)
+        ]  # fmt: skip
+        if not todo:
+            continue
+        log = Log(out)
+        bench = Bench(fmt, log, workloads.POOL_BLOCKS, peers=True)
+        base = log.state | state
+        for case in todo:
+            log.state = base | case | {"method": METHOD[case["figure"]]}
+            bench.case(f"{case['length'] // 1024}k", [case["length"]] * case["batch"], case["heads"], case["query_len"])
+        del bench
+        torch.cuda.empty_cache()
+
+
+# ---- error against context, on the chip
+
+
+def kernel_output(layer: Attention, fmt: CacheFormat) -> torch.Tensor:
+    """[n, H, C] of the kernel for queries that all see the whole context; n sequences share one table."""
+    length, n = len(layer.content), len(layer.visible)
+    if fmt is CacheFormat.FP8:
+        codes, scale = quantize_rows(layer.content)
+        stored = codes, (layer.rope / scale.unsqueeze(1)).bfloat16(), scale
+        q_codes, q_scale = quantize_rows(layer.query[0])
+        query = LatentQuery(q_codes, (layer.query[1] / q_scale.unsqueeze(-1)).bfloat16(), q_scale)
+    else:
+        stored = layer.content.bfloat16(), layer.rope.bfloat16(), None
+        query = LatentQuery(layer.query[0].bfloat16(), layer.query[1].bfloat16(), None)
+    cache = LatentCache(*(None if part is None else part.unflatten(0, (-1, BLOCK_SIZE)).contiguous() for part in stored))  # type: ignore[arg-type]
+    table = torch.arange(length // BLOCK_SIZE, dtype=torch.int32, device="cuda").expand(n, -1).contiguous()
+    lens = layer.visible.int()
+    plan = ops.plan_decode(lens, query_len=1, num_heads=query.content.shape[1], fmt=fmt)
+    out, _ = ops.mla_decode(
+        query.unflatten(n, 1), cache, table, lens, softmax_scale=layer.softmax_scale, causal=True, plan=plan, out_dtype=torch.bfloat16
+    )
+    return out[:, 0].float()
+
+
+def one_product(layer: Attention, fast: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """P.V of SnapMLA's codes with one scale a row, as one FP8 product, and the same in FP64: [128, C]."""
+    codes, scale = quantize_rows(layer.content)
+    q = (layer.query[0].flatten(0, 1)[:128], layer.query[1].flatten(0, 1)[:128])
+    scores = (q[0] @ layer.content.T + q[1] @ layer.rope.T) * layer.softmax_scale + scale.log()
+    p = ((scores - scores.amax(1, keepdim=True)).exp() * FP8_MAX).to(FP8)
+    v = codes.t().contiguous().t()  # column-major, as the product wants it
+    one = torch.ones((), device="cuda")
+    out = torch._scaled_mm(p, v, one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return out.float(), p.double() @ v.double()
+
+
+def context(out: Path, quick: bool, state: dict[str, Any]) -> None:
+    done = read(out)
+    log = Log(out)
+    for mean in (0.0, 0.5):
+        longest = synthetic(LONGEST, 300.0, mean=mean, heads=16, queries=8, seed=SEED).to("cuda")
+        for tokens in contexts(quick):
+            key = {"figure": "context", "data": "synthetic", "mean": mean, "outlier": 300.0, "tokens": tokens}
+            if not any(all(line.get(k) == v for k, v in key.items()) for line in done):
+                layer = longest.beginning(tokens, 8)
+                exact = output(EXACT, layer)
+                log.state |= state | key | {"method": METHOD["context"]}
+                schemes: tuple[tuple[CacheFormat, Scheme], ...] = (
+                    (CacheFormat.FP8, replace(SNAPMLA, p_block=128)), (CacheFormat.BF16, BF16),
+                )  # fmt: skip
+                for fmt, scheme in schemes:
+                    measured = kernel_output(layer, fmt)
+                    log.write(
+                        sums=f"{fmt.value} kernel", **errors(measured, exact), alone=errors(measured, output(scheme, layer))["relative"]
+                    )
+                for fast in (True, False):
+                    product, true = one_product(layer, fast)
+                    log.write(sums="one product, fast" if fast else "one product, promoted", alone=errors(product, true)["relative"])
+                print(f"context, mean {mean}: {tokens} tokens", flush=True)
+
+
+# ---- the probe
+
+
+def probe(out: Path, state: dict[str, Any], model: str, batch: int, steps: int) -> None:
+    """model: "demo", or a folder with a config.json whose weights are made up."""
+    log = Log(out)
+    warm, params = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, steps))
+    prompts = [{"prompt_token_ids": [3 + i] * 256} for i in range(batch)]
+    seconds: dict[float, list[float]] = {0.0: [], 0.01: []}
+    for fraction in seconds:
+        llm = LLM(
+            model, device="cuda", load_format="auto" if model == "demo" else "dummy", max_model_len=512 + steps, max_num_seqs=batch,
+            num_cache_blocks=batch * (steps // BLOCK_SIZE + 8), fidelity_fraction=fraction, prefix_cache=False,
+        )  # fmt: skip
+        llm.generate(prompts, warm, use_tqdm=False)
+        for _ in range(3):
+            before = llm.stats()
+            llm.generate(prompts, params, use_tqdm=False)
+            after = llm.stats()
+            seconds[fraction].append((after.step_seconds - before.step_seconds) / (after.num_steps - before.num_steps))
+        del llm
+        torch.cuda.empty_cache()
+    off, on = (statistics.median(seconds[fraction]) for fraction in (0.0, 0.01))
+    log.state |= state | {"method": METHOD["probe"]}
+    log.write(figure="probe", model=Path(model).name, batch=batch, steps=steps, off_ms=1e3 * off, on_ms=1e3 * on, overhead=on / off - 1)
+    print(f"probe at 1 %: {1e3 * off:.3f} ms a step without, {1e3 * on:.3f} with it: {100 * (on / off - 1):+.2f} %", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fig7 at four lengths and 1 and 2 query tokens; error to 32k")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--probe-model", default="demo", help="folder with a config.json, weights made up (default: the demo model)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("kernel_figures needs a Hopper GPU; benchmarks.plots draws what results/kernel_figures.jsonl has")
+    torch.manual_seed(SEED)
+    state = {"seed": SEED} | {name: machine_state("cuda")[name] for name in ("git", "python", "clocks")}
+    with torch.inference_mode():
+        timings(args.out, args.quick, args.only, state)
+        if "context" in args.only:
+            context(args.out, args.quick, state)
+    if "probe" in args.only and not any(line.get("figure") == "probe" for line in read(args.out)):
+        probe(args.out, state, args.probe_model, batch=64, steps=400)
+
+
+if __name__ == "__main__":
+    main()
