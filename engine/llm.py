@@ -24,6 +24,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestRejected
 from engine.executor import WorkerInfo, build_worker, create_context
+from engine.grammar import GrammarCompiler
 from engine.hub import end_token_ids, load_generation_config, resolve_model
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.output import OutputStream, TokenText
@@ -134,6 +135,7 @@ class LLM:
         self._chat_template = ChatTemplate.load(folder)
         turn_end = self._chat_template.turn_end(self.tokenizer)
         self._eos_token_ids = end_token_ids(folder, self.tokenizer, turn_end)
+        self._grammars = GrammarCompiler(self.tokenizer, self._eos_token_ids)
         self._core, self.info = build_core(config)
         self._vocab_size = self.info.model_config.vocab_size
         self._num_requests = 0
@@ -271,6 +273,8 @@ class LLM:
         try:
             for (text, ids), params in zip(prompts, all_params):
                 params.validate(self._vocab_size)
+                if params.grammar is not None:
+                    self._grammars.check(params.grammar, "grammar")
                 request_id = str(self._num_requests)
                 self._num_requests += 1
                 call = _Call(request_id, text, ids, RequestMetrics(arrival_time=time.time()))

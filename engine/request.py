@@ -95,6 +95,11 @@ class Request:
         self.salt = message.salt
         self.eos_token_ids = [] if params.ignore_eos else list(message.eos_token_ids)
         self.stop_ids = frozenset(self.eos_token_ids).union(params.stop_token_ids)
+        if params.min_tokens and params.allowed_token_ids is not None and self.stop_ids.issuperset(params.allowed_token_ids):
+            raise RequestRejected(
+                "allowed_token_ids: each of them ends the request, so none is left before min_tokens: allow another or lower it",
+                param="allowed_token_ids",
+            )
         self.token_ids = array("i", message.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.first_stop = self.num_prompt_tokens + params.min_tokens

@@ -16,6 +16,7 @@ MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPERATURE = 100.0
+MIN_REPETITION_PENALTY = 0.01  # a division by much less would overflow FP32
 _LARGEST_ON_WIRE = 2**63 - 1  # of whole numbers in messages between processes
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy; a division by less would overflow FP32
 
@@ -70,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         _number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _whole("top_k", self.top_k, -1, None)
         _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
+        _number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 10.0)
         _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

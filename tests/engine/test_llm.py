@@ -106,6 +106,9 @@ BAD = [
     ([5], {"logit_bias": [5]}, "logit_bias: must be a dict"),
     ([5], {"allowed_token_ids": {5: 6}}, "allowed_token_ids: must be a list"),
     ([5], {"grammar": 5}, "grammar"),
+    ([5], {"grammar": "x"}, "grammar"),
+    ([5], {"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ([5], {"allowed_token_ids": [7], "stop_token_ids": [7], "min_tokens": 2}, "allowed_token_ids: each of them ends"),
 ]
 
 
