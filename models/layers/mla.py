@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from kernels import ops
 from kernels.layout import LatentCache
+from kernels.reference.linear import product_dtype
 from models.batch import ForwardBatch, PrefillMetadata
 from models.config import ModelConfig
 from models.layers.norm import RMSNorm
@@ -49,6 +50,7 @@ class MLA:
         self.latent_norm = weights.norm("kv_a_layernorm", self.latent_dim, config.latent_norm_factor)
         kv_rows = config.num_heads * (self.nope + self.v_dim)
         self.kv_b = weights.plain(Part.of_rows("kv_b_proj", kv_rows, self.latent_dim, *share))
+        self.kv_b = self.kv_b.to(product_dtype(self.kv_b))
         per_head = self.kv_b.unflatten(0, (self.heads, -1))
         self.w_uk = per_head[:, : self.nope]  # [H, nope, C]
         self.w_uv = per_head[:, self.nope :].transpose(1, 2)  # [H, C, v]
@@ -80,7 +82,7 @@ class MLA:
         """Decode rows [T, H, nope + R] against the paged cache, in latent space (Eq. 5) -> [T, H * v]."""
         meta = batch.attention
         assert meta.decode_plan is not None, "decode rows come with a plan"
-        content = torch.bmm(q[..., : self.nope].transpose(0, 1), self.w_uk).transpose(0, 1)
+        content = torch.bmm(q[..., : self.nope].transpose(0, 1).to(self.w_uk.dtype), self.w_uk).transpose(0, 1).to(q.dtype)
         query = ops.quantize_q(
             content, q[..., self.nope :], batch.positions[: q.shape[0]], self.cos_sin, fmt=cache.format
         ).unflatten(meta.num_decode_seqs, meta.query_len)  # fmt: skip
@@ -92,7 +94,8 @@ class MLA:
             batch.probe.compare(
                 self.cache_index, content, q[..., self.nope :], batch.positions, self.cos_sin, meta, out, self.softmax_scale
             )
-        return torch.bmm(out.flatten(0, 1).transpose(0, 1), self.w_uv).transpose(0, 1).flatten(1)
+        out = torch.bmm(out.flatten(0, 1).transpose(0, 1).to(self.w_uv.dtype), self.w_uv)
+        return out.transpose(0, 1).flatten(1).to(q.dtype)
 
     def _expanded(
         self,
@@ -126,6 +129,11 @@ class MLA:
 
     def _expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [T, H, nope + R] and values [T, H, v] of latents [T, C] and rotated shared keys [T, R] (Eq. 2)."""
-        k_nope, v = F.linear(latent, self.kv_b).unflatten(-1, (self.heads, -1)).split((self.nope, self.v_dim), dim=-1)
+        k_nope, v = (
+            F.linear(latent.to(self.kv_b.dtype), self.kv_b)
+            .to(latent.dtype)
+            .unflatten(-1, (self.heads, -1))
+            .split((self.nope, self.v_dim), dim=-1)
+        )
         k_rope = k_rope.unsqueeze(1).expand(-1, self.heads, -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
