@@ -38,7 +38,9 @@ def machine_state(device: str) -> dict[str, Any]:
         lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
         name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
         clocks = None
-    changed = bool(_output("git", "status", "--porcelain", "--untracked-files=no", "--", "kernels", "models", "engine", "benchmarks"))
+    changed = bool(
+        _output("git", "status", "--porcelain", "--untracked-files=no", "--", "kernels", "models", "engine", "benchmarks")
+    )
     return {
         "device": name,
         "clocks": clocks,
@@ -51,16 +53,16 @@ def machine_state(device: str) -> dict[str, Any]:
 
 
 class Records:
-    """One results file. method: a sentence on how its numbers come about; seed: of everything random in it."""
+    """One results file. method: a sentence on how its numbers come about; seed: of everything random in it; state: of every line."""
 
     def __init__(self, path: Path, *, device: str, method: str, seed: int) -> None:
         self.path = path
-        self._state = {"seed": seed, "method": method} | machine_state(device)
+        self.state = {"seed": seed, "method": method} | machine_state(device)
         self._known = read(path)
 
     def write(self, **fields: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        line = fields | self._state
+        line = fields | self.state
         with self.path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(line) + "\n")
         self._known.append(line)

@@ -30,20 +30,25 @@ def random_cache(fmt: CacheFormat, blocks: int = POOL_BLOCKS) -> LatentCache:
     cache = LatentCache(
         torch.empty(blocks, BLOCK_SIZE, 512, dtype=fmt.content_dtype, device="cuda"),
         torch.empty(blocks, BLOCK_SIZE, 64, dtype=fmt.rope_dtype, device="cuda"),
-        torch.empty(blocks, BLOCK_SIZE, device="cuda").uniform_(0.007, 0.013) if fmt is CacheFormat.FP8 else None,
+        torch.empty(blocks, BLOCK_SIZE, device="cuda") if fmt is CacheFormat.FP8 else None,
     )
-    for i in range(0, blocks, 4096):
+    fill_random(cache)
+    return cache
+
+
+def fill_random(cache: LatentCache) -> None:
+    """Overwrite every block of a cache."""
+    fmt, device = cache.format, cache.content.device
+    if cache.scale is not None:
+        cache.scale.uniform_(0.007, 0.013)
+    for i in range(0, cache.num_blocks, 4096):
         part = slice(i, i + 4096)
-        content, rope = (
-            torch.randn(cache.content[part].shape, device="cuda"),
-            torch.randn(cache.rope[part].shape, device="cuda"),
-        )
+        content, rope = (torch.randn(values[part].shape, device=device) for values in (cache.content, cache.rope))
         if cache.scale is None:
             cache.content[part], cache.rope[part] = content.to(fmt.content_dtype), rope.to(fmt.rope_dtype)
         else:
             cache.content.view(torch.uint8)[part] = (content * 100).clamp(-448, 448).to(fmt.content_dtype).view(torch.uint8)
             cache.rope[part] = (rope / cache.scale[part].unsqueeze(-1)).bfloat16()
-    return cache
 
 
 def random_query(fmt: CacheFormat, batch: int, query_len: int, heads: int) -> LatentQuery:

@@ -256,12 +256,15 @@ class ModelRunner:
             return self.model.forward(batch)
         return self._graphs.forward(batch, self._sequences_to_replay(plan))
 
-    def capture_graphs(self, *, show_progress: bool) -> float:
-        """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same."""
+    def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None) -> float:
+        """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same.
+
+        sizes: numbers of sequences, ascending; None takes what covers all batches
+        """
         self._graphs = GraphRunner(
             self.model.forward,
             self.cache.layers,
-            sizes=capture_sizes(len(self._num_blocks)),
+            sizes=sizes or capture_sizes(len(self._num_blocks)),
             query_lens=(1,) if self._drafter is None else (1, 1 + self._drafter.depth),
             max_blocks=self._block_table.shape[1],
             null_block=self.cache.null_block,

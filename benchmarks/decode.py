@@ -1,0 +1,264 @@
+"""The whole decode step against its roofline: `python -m benchmarks.decode`, one GPU, or several under torchrun.
+
+Loads published shapes with dummy FP8 weights: on one device as one simulated rank of `--world` (its weights, its experts'
+load, no collectives), under torchrun (`--real`) as all ranks of it. Steps are hand-made plans on the engine's ModelRunner:
+lengths are set directly and the cache is filled with random values, so nothing is prefilled. As in the engine, a step is
+submitted before the last one's result is read, decode steps replay CUDA graphs, and every row is sampled greedily; the
+scheduler's own time (benchmarks/scheduler.py) is not in it.
+
+Batches: `--batches`, and where they differ "equal" (the largest that fits the BF16 cache, for both formats) and "largest"
+(that fits each format), all in the same bytes of cache. Every line: step time (median of windows), tokens/s per GPU,
+roofline (sum over parts of the larger of bytes / read rate and FLOPs / matmul rate, measured in this run), each part's time
+alone, host gap (share of a step in which no kernel runs), the largest kernels. One JSON line a case is appended to
+results/decode.jsonl; cases that are there already, for this device and revision, are skipped, so a run that was stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.records import RESULTS, Records
+from benchmarks.step_parts import Ceilings, Recorder, Timeline, break_down, profile
+from benchmarks.workloads import SHAPES, fill_random
+from engine.config import EngineConfig, ParallelConfig
+from engine.executor import create_context, resolve_device, resolve_dtype
+from engine.kv_cache import KVCache, bytes_per_token
+from engine.model_runner import ModelRunner
+from engine.preflight import choose_device
+from kernels.layout import BLOCK_SIZE, CacheFormat
+from models.causal_lm import CausalLM, load_model
+from models.config import ModelConfig, load_model_config
+from models.parallel import ParallelContext
+from tests.engine.plan_driver import Driver
+
+WORLDS = {"deepseek_v3.1": ("dp=8,tp=1", "dp=4,tp=2", "dp=1,tp=8"), "kimi_k2": ("dp=16,tp=1",), "longcat_flash": ("dp=8,tp=1",)}
+CONTEXTS = (16384, 32768, 65536, 131072)
+FORMATS = ("fp8", "bf16")
+WARM_STEPS, WINDOWS, WINDOW_STEPS, PROFILED_STEPS = 30, 3, 16, 3
+HEADROOM = 2 * BLOCK_SIZE  # tokens by which a sequence grows in all of these steps; it ends at its context
+RESERVED_BYTES = 4 << 30  # for graphs, workspaces and the copies that timing the parts makes
+METHOD = (
+    "hand-made plans on ModelRunner, random cache, greedy sampling, one step ahead; median of "
+    f"{WINDOWS} windows of {WINDOW_STEPS} steps after {WARM_STEPS}; parts as graph replays of their recorded calls"
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """kind: given, equal or largest; batch: sequences of each replica"""
+
+    fmt: CacheFormat
+    context: int
+    kind: str
+    batch: int
+
+
+class Rank:
+    """A loaded model and the room for its cache."""
+
+    def __init__(self, config: EngineConfig, device: torch.device, cache_bytes: int) -> None:
+        """cache_bytes: 0 takes what is free on the device, less RESERVED_BYTES."""
+        self.config, self.device = config, device
+        self.parallel: ParallelContext = create_context(config, device)
+        self.model_config: ModelConfig = load_model_config(Path(config.model))
+        began = time.perf_counter()
+        self.model: CausalLM = load_model(
+            Path(config.model),
+            self.model_config,
+            self.parallel,
+            device=device,
+            dtype=resolve_dtype(config, device),
+            load_format=config.load_format,
+        )
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            cache_bytes = cache_bytes or torch.cuda.mem_get_info(device)[0] - RESERVED_BYTES
+        self.load_seconds = time.perf_counter() - began
+        self.cache_bytes = least_of_all_ranks(cache_bytes, self.parallel, device)
+
+    def largest_batch(self, fmt: CacheFormat, context: int) -> int:
+        """Sequences of `context` tokens that the cache holds beside its null block."""
+        blocks = self.cache_bytes // (BLOCK_SIZE * bytes_per_token(self.model_config, fmt)) - 1
+        return max(0, blocks) // -(-context // BLOCK_SIZE)
+
+    def cases(self, contexts: Sequence[int], batches: Sequence[int], most: int) -> Iterator[Case]:
+        """Formats outermost, since each has its own cache. most: batches are cut to it."""
+        for fmt in map(CacheFormat, FORMATS):
+            for context in contexts:
+                equal = min(most, self.largest_batch(CacheFormat.BF16, context))
+                largest = min(most, self.largest_batch(fmt, context))
+                yield from (Case(fmt, context, "given", batch) for batch in batches if batch <= largest)
+                if equal:
+                    yield Case(fmt, context, "equal", equal)
+                if largest > equal:
+                    yield Case(fmt, context, "largest", largest)
+
+
+def least_of_all_ranks(value: int, parallel: ParallelContext, device: torch.device) -> int:
+    return int(parallel.ep_all_gather(torch.tensor([value], device=device)).min())
+
+
+class Steps:
+    """Decode steps of one case."""
+
+    def __init__(self, rank: Rank, cache: KVCache, case: Case) -> None:
+        self.runner = ModelRunner(
+            rank.model, rank.model_config, cache, rank.parallel, max_num_seqs=case.batch, max_model_len=case.context, device=rank.device
+        )  # fmt: skip
+        self.driver = Driver(self.runner)
+        self.rows = range(case.batch)
+        for row in self.rows:
+            self.driver.start(row, case.context - HEADROOM)
+            self.driver.computed[row] = case.context - HEADROOM
+        # The first step brings every block of the contexts, and the token that nobody sampled.
+        self.driver.run([self.driver.step_of(row, [1]) for row in self.rows]).wait()
+
+    def run(self, count: int) -> float:
+        """Seconds of `count` steps, each submitted before the last one's result is read."""
+        start, pending = time.perf_counter(), None
+        for _ in range(count):
+            following = self.driver.run([self.driver.step_of(row) for row in self.rows])
+            if pending is not None:
+                pending.wait()
+            pending = following
+        if pending is not None:
+            pending.wait()
+        return time.perf_counter() - start
+
+
+def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[str, Any]:
+    """The fields of a case's line."""
+    steps, cuda = Steps(rank, cache, case), rank.device.type == "cuda"
+    recorder = Recorder()
+    with recorder.recording(rank.parallel):
+        steps.run(1)
+    capture_seconds = steps.runner.capture_graphs(show_progress=False, sizes=[case.batch]) if cuda else 0.0
+    steps.run(WARM_STEPS if cuda else 1)
+    step_us = 1e6 * statistics.median(steps.run(WINDOW_STEPS) / WINDOW_STEPS for _ in range(WINDOWS if cuda else 1))
+    timeline = profile(lambda: steps.run(1), PROFILED_STEPS) if cuda else Timeline(step_us, [])
+    with torch.inference_mode():
+        parts = break_down(recorder.calls, ceilings, case.fmt, rank.device)
+    roofline_us = sum(part["roofline_us"] for part in parts.values())
+    return {
+        "step_us": step_us,
+        "tokens_per_s_per_gpu": 1e6 * case.batch / rank.parallel.tp / step_us,
+        "roofline_us": roofline_us,
+        "roofline_share": roofline_us / step_us,
+        "host_gap": max(0.0, 1.0 - timeline.busy_us / step_us),
+        "busy_us": timeline.busy_us,
+        "parts": parts,
+        "collectives_share": parts.get("collectives", {"us": 0.0})["us"] / step_us,
+        "kernels": timeline.kernels[:30],
+        "capture_seconds": capture_seconds,
+    }
+
+
+def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: Ceilings) -> None:
+    """All cases of one loaded model."""
+    shape, parallel, cache = Path(rank.config.model).name, rank.parallel, None
+    for case in rank.cases(args.contexts, args.batches, args.most):
+        key = {
+            "figure": "decode", "shape": shape, "dp": parallel.dp, "tp": parallel.tp, "simulated": rank.config.simulated is not None,
+            "format": case.fmt.value, "context": case.context, "kind": case.kind, "batch": case.batch,
+        }  # fmt: skip
+        if records.has(**key, device=records.state["device"], git=records.state["git"]):
+            continue
+        if cache is None or cache.format is not case.fmt:
+            cache = None
+            _free(rank.device)
+            blocks = rank.cache_bytes // (BLOCK_SIZE * bytes_per_token(rank.model_config, case.fmt)) - 1
+            cache = KVCache.allocate(rank.model_config, case.fmt, blocks, rank.device)
+            for layer in cache.layers:
+                fill_random(layer)
+        found = measure(rank, cache, case, ceilings)
+        _free(rank.device)
+        if parallel.rank == 0:
+            rates = {"read_rate": ceilings.read, "bf16_matmul_rate": ceilings.matmul, "load_seconds": rank.load_seconds}
+            records.write(**key, **found, **rates)
+            parts = "  ".join(f"{name} {part['us'] / 1e3:.2f}" for name, part in found["parts"].items())
+            label = "SIMULATED rank of " if key["simulated"] else ""
+            print(
+                f"{label}{shape} dp{parallel.dp} tp{parallel.tp} {case.fmt.value} {case.context} x {case.batch} ({case.kind}): "
+                f"{found['step_us'] / 1e3:.2f} ms, {found['tokens_per_s_per_gpu']:.0f} tokens/s/GPU, roofline {found['roofline_share']:.2f}, "
+                f"gap {found['host_gap']:.3f} | ms alone: {parts}",
+                flush=True,
+            )
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--shapes", nargs="+", default=list(WORLDS), help="names under benchmarks/shapes, or folders with a config.json"
+    )
+    parser.add_argument("--worlds", nargs="+", metavar="dp=N,tp=N", help="deployments (default: those of each shape)")
+    parser.add_argument(
+        "--real", action="store_true", help="under torchrun: this process is one of the ranks, nothing is simulated"
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--batches", type=int, nargs="*", default=[16, 24], help="beside the equal and the largest ones")
+    parser.add_argument("--most", type=int, default=256, metavar="N", help="largest batch (default: 256)")
+    parser.add_argument("--cache-memory-bytes", type=int, default=0, metavar="N", help="0: what is free")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--quick", action="store_true", help="DeepSeek-V3.1 DP8 at 32k and 64k: under 3 minutes on an H200")
+    parser.add_argument("--output", type=Path, default=RESULTS / "decode.jsonl")
+    args = parser.parse_args(argv)
+    if args.quick:
+        args.shapes, args.worlds, args.contexts, args.batches = ["deepseek_v3.1"], ["dp=8,tp=1"], [32768, 65536], [16, 24]
+    torch.manual_seed(0)
+    device = resolve_device(EngineConfig("any", device=args.device))
+    if args.real:
+        device = choose_device(args.device, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if args.cache_memory_bytes == 0 and device.type == "cpu":
+        parser.error("--cache-memory-bytes: needed on a CPU, whose free memory belongs to everybody")
+    ceilings = Ceilings.measure(device)
+    _free(device)
+    records = Records(args.output, device=device.type, method=METHOD, seed=0)
+    for shape in args.shapes:
+        folder = SHAPES / shape if (SHAPES / shape).is_dir() else Path(shape)
+        for world in args.worlds or WORLDS[folder.name]:
+            config = engine_config(folder, world, args.real)
+            rank = Rank(config, device, args.cache_memory_bytes)
+            if rank.parallel.rank == 0:
+                print(
+                    f"{folder.name} {world}: loaded in {rank.load_seconds:.1f} s, cache {rank.cache_bytes / 1e9:.1f} GB",
+                    flush=True,
+                )
+            run_world(rank, records, args, ceilings)
+            del rank
+            _free(device)
+    if args.real:
+        dist.destroy_process_group()
+
+
+def engine_config(folder: Path, world: str, real: bool) -> EngineConfig:
+    """One simulated rank of `world`, or that world itself."""
+    simulated = EngineConfig(str(folder), load_format="dummy", simulate_world=world)
+    if not real:
+        return simulated
+    assert simulated.simulated is not None
+    return EngineConfig(
+        str(folder), load_format="dummy", parallel=ParallelConfig(simulated.simulated.dp, simulated.simulated.tp)
+    )
+
+
+if __name__ == "__main__":
+    main()
