@@ -129,11 +129,7 @@ class MLA:
 
     def _expand(self, latent: torch.Tensor, k_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [T, H, nope + R] and values [T, H, v] of latents [T, C] and rotated shared keys [T, R] (Eq. 2)."""
-        k_nope, v = (
-            F.linear(latent.to(self.kv_b.dtype), self.kv_b)
-            .to(latent.dtype)
-            .unflatten(-1, (self.heads, -1))
-            .split((self.nope, self.v_dim), dim=-1)
-        )
+        kv = F.linear(latent.to(self.kv_b.dtype), self.kv_b).to(latent.dtype)
+        k_nope, v = kv.unflatten(-1, (self.heads, -1)).split((self.nope, self.v_dim), dim=-1)
         k_rope = k_rope.unsqueeze(1).expand(-1, self.heads, -1)
         return torch.cat((k_nope, k_rope), dim=-1), v
