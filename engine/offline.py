@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 from engine.arguments import add_engine_arguments, engine_config
 from engine.errors import ConfigError, RequestRejected
+from engine.hub import resolve_model
 from engine.messages import AddRequest, RequestFailed, TokenOutput
 from engine.openai_responses import Choice, error_body, response_body
 from engine.openai_types import ChatCompletionRequest, CompletionRequest, parse_request
@@ -123,11 +124,12 @@ class Request:
             raise RequestRejected("custom_id: is required in a batch line", param="custom_id")
         if value.get("method", "POST") != "POST":
             raise RequestRejected(f"method: must be POST, got {value['method']!r}", param="method")
-        if value.get("url") not in URLS:
-            raise RequestRejected(f"url: must be one of {', '.join(URLS)}, got {value.get('url')!r}", param="url")
+        url = value.get("url")
+        if not isinstance(url, str) or url not in URLS:
+            raise RequestRejected(f"url: must be one of {', '.join(URLS)}, got {url!r:.100}", param="url")
         if not isinstance(value.get("body"), dict):
             raise RequestRejected("body: must be a JSON object", param="body")
-        self.body, self.kind = value["body"], URLS[value["url"]]  # type: ignore[assignment]
+        self.body, self.kind = value["body"], URLS[url]  # type: ignore[assignment]
 
 
 def _checked_id(value: Any) -> str | None:
@@ -145,6 +147,8 @@ class OutputFile:
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if another run holds the file or its content is not ours."""
         self.path = path
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"--output {path}: must be a regular file, because a run that goes on reads it")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
@@ -190,8 +194,13 @@ class OutputFile:
         """One record, complete in the file when this returns."""
         record = {"id": line.record_id, "custom_id": custom_id, "response": response, "error": error}
         data = memoryview(msgspec.json.encode(record) + b"\n")
-        while data:
-            data = data[os.write(self._file, data) :]
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError as error:
+            raise ConfigError(
+                f"--output {self.path}: cannot be written: {error.strerror}; make room, and the same command goes on from here"
+            ) from error
         self.done[line.number] = line.digest
 
     def close(self) -> None:
@@ -369,24 +378,27 @@ def _run(args: argparse.Namespace) -> int:
     if args.max_in_flight < 0:
         raise ConfigError(f"--max-in-flight: must be at least 0, got {args.max_in_flight}")
     if not args.input.is_file():
-        raise ConfigError(f"--input {args.input}: no such file")
+        raise ConfigError(f"--input {args.input}: no such file, or no regular one; it is read more than once")
     if args.output.exists() and args.output.samefile(args.input):
         raise ConfigError("--output: is the input file")
     output = OutputFile(args.output)
-    todo = sum(not output.has(line) for line in read_lines(args.input))
-    finished = len(output.done)
+    known = [output.has(line) for line in read_lines(args.input)]
+    todo, finished = known.count(False), len(output.done)
+    if known.count(True) < finished:
+        raise ConfigError(f"--output {args.output}: has records of lines that the input lacks; choose another file")
     if not todo:
         print(f"{args.output}: all {finished} lines are done")
         return 0
     from engine.llm import build_core  # only now: torch and the model take seconds
 
-    engine, info = build_core(config)
     model = ServedModel.load(
-        info.folder,
+        resolve_model(config.model, weights=False),
         name=config.api_name,
-        max_model_len=info.max_model_len,
+        max_model_len=config.max_model_len,
         chat_template=args.chat_template,
     )
+    engine, info = build_core(config)
+    model.max_model_len = info.max_model_len
     in_flight = args.max_in_flight or 2 * config.scheduler.max_num_seqs
     if queue := config.scheduler.max_queued_requests:
         in_flight = min(in_flight, queue)

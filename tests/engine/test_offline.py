@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -91,6 +92,7 @@ def test_all_forms_of_lines(tmp_path: Path) -> None:
         (b'{"custom_id": "x", "url": "/v1/completions", "body": 5}', "body: must be"),
         (b'{"custom_id": "x", "method": "GET", "url": "/v1/completions", "body": {}}', "method"),
         (b'{"url": "/v1/completions", "body": {}}', "custom_id: is required"),
+        (b'{"custom_id": "x", "url": ["/v1/completions"], "body": {}}', "url: must be one of"),
         (b'{"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "a"}, "extra": 1}', "extra"),
     ],
 )
@@ -190,15 +192,47 @@ def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
         (["--max-in-flight", "-1"], "--max-in-flight"),
         (["--output", "in.jsonl"], "is the input"),
         (["--output", "no/such/folder.jsonl"], "cannot be written"),
+        (["--output", "/dev/full"], "must be a regular file"),
+        (["--output", "pipe"], "must be a regular file"),
+        (["--input", "pipe"], "no regular one"),
+        (["--chat-template", "absent.jinja"], "absent.jinja"),
+        (["--model", "/no/such/model"], "no such folder"),
     ],
 )
 def test_wrong_arguments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.llm.build_core", lambda *_: pytest.fail("weights were read"))
     Path("in.jsonl").write_text('"a"\n')
+    os.mkfifo("pipe")
     assert main(["--input", "in.jsonl", "--output", "out.jsonl", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_and_resumed_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+
+    def half(file: int, data: bytes) -> int:
+        if tmp_path.joinpath("out.jsonl").stat().st_size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data[: len(data) // 2])
+
+    monkeypatch.setattr(os, "write", half)
+    with pytest.raises(ConfigError, match=r"out\.jsonl: cannot be written: No space left"):
+        run(tmp_path, encoded("a"))
+    monkeypatch.undo()
+    (tmp_path / "again").mkdir()
+    (tmp_path / "again" / "out.jsonl").write_bytes((tmp_path / "out.jsonl").read_bytes())
+    assert len(run(tmp_path / "again", encoded("a"))) == 1
+
+
+def test_an_input_that_lost_lines_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, encoded("a", "b"))
+    (tmp_path / "short.jsonl").write_bytes(encoded("a")[0] + b"\n")
+    command = [sys.executable, "-m", "engine.offline", "--input", str(tmp_path / "short.jsonl")]
+    done = subprocess.run([*command, "--output", str(tmp_path / "out.jsonl")], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "lines that the input lacks" in done.stderr
 
 
 def test_killed_at_half_and_started_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
