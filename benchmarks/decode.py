@@ -185,8 +185,10 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
         found = measure(rank, cache, case, ceilings)
         _free(rank.device)
         if parallel.rank == 0:
-            rates = {"read_rate": ceilings.read, "bf16_matmul_rate": ceilings.matmul, "load_seconds": rank.load_seconds}
-            records.write(**key, **found, **rates)
+            records.write(
+                **key, **found, read_rate=ceilings.read, bf16_matmul_rate=ceilings.matmul, cache_bytes=rank.cache_bytes,
+                load_seconds=rank.load_seconds,
+            )  # fmt: skip
             parts = "  ".join(f"{name} {part['us'] / 1e3:.2f}" for name, part in found["parts"].items())
             label = "SIMULATED rank of " if key["simulated"] else ""
             print(

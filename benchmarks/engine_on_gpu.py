@@ -179,48 +179,51 @@ def mtp(results: Log) -> None:
 def parallel(results: Log) -> None:
     texts = prompts(50)
     want, _ = generate(llm(), texts, greedy(64))
-    wanted = {text: result.outputs[0] for text, result in zip(texts, want)}
     for dp, tp in ((2, 1), (1, 2)):
         with Served(dp, tp) as port:
-
-            def ask(text: str, port: int = port) -> dict:
-                body = {
-                    "model": "demo",
-                    "prompt": text,
-                    "max_tokens": 64,
-                    "temperature": 0,
-                    "ignore_eos": True,
-                    "logprobs": 2,
-                    "return_token_ids": True,
-                }
-                request = urllib.request.Request(
-                    f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-                )
-                return json.loads(urllib.request.urlopen(request, timeout=120).read())["choices"][0]
-
-            ask(texts[0])
+            ask(port, texts[0], 64)
             started = time.perf_counter()
-            with ThreadPoolExecutor(16) as pool:
-                choices = list(pool.map(ask, texts))
+            answers = ask_all(port, texts, 64)
             seconds = time.perf_counter() - started
-        noise, cases = 0.0, []
-        for text, choice in zip(texts, choices):
-            reference = wanted[text]
-            assert reference.logprobs is not None
-            ids = choice["token_ids"]
-            for position, (mine, theirs) in enumerate(zip(ids, reference.token_ids)):
-                if mine != theirs:
-                    break
-                noise = max(
-                    noise, abs(choice["logprobs"]["token_logprobs"][position] - reference.logprobs[position][theirs].logprob)
-                )
-            cases.append((ids, reference.token_ids, [top_gap(entry) for entry in reference.logprobs]))
-        assert noise <= MOST_NOISE, f"{dp}x{tp}: log probabilities differ by {noise:.3f}"
-        equal = [assert_same_tokens(a, b, gaps=g, noise=max(noise, 1e-6), label=f"{dp}x{tp}: ") for a, b, g in cases]
-        results.write(
-            part="parallel", dp=dp, tp=tp, prompts=len(cases), noise=round(noise, 5), fully_equal=sum(e == 64 for e in equal),
-            tokens_equal=sum(equal), tokens_per_s=round(64 * len(texts) / seconds, 1),
-        )  # fmt: skip
+        found = compare_answers(answers, want, f"{dp}x{tp}")
+        results.write(part="parallel", dp=dp, tp=tp, tokens_per_s=round(64 * len(texts) / seconds, 1), **found)
+
+
+def ask(port: int, text: str, num_tokens: int) -> dict:
+    """The choice of a greedy completion with token ids and two log probabilities a token."""
+    body = {
+        "prompt": text, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 2, "return_token_ids": True,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    return json.loads(urllib.request.urlopen(request, timeout=300).read())["choices"][0]
+
+
+def ask_all(port: int, texts: Sequence[str], num_tokens: int) -> list[dict]:
+    """`ask` for every text, 16 at a time."""
+    with ThreadPoolExecutor(16) as pool:
+        return list(pool.map(lambda text: ask(port, text, num_tokens), texts))
+
+
+def compare_answers(answers: Sequence[dict], want: Sequence[RequestOutput], label: str) -> dict[str, object]:
+    """Check a server's answers against `want`, token by token; the noise is the largest difference at equal contexts."""
+    noise, cases = 0.0, []
+    for answer, result in zip(answers, want, strict=True):
+        reference, ids = result.outputs[0], answer["token_ids"]
+        assert reference.logprobs is not None
+        for position, (mine, theirs) in enumerate(zip(ids, reference.token_ids)):
+            if mine != theirs:
+                break
+            logprob = answer["logprobs"]["token_logprobs"][position]
+            noise = max(noise, abs(logprob - reference.logprobs[position][theirs].logprob))
+        cases.append((ids, reference.token_ids, [top_gap(entry) for entry in reference.logprobs]))
+    assert noise <= MOST_NOISE, f"{label}: log probabilities differ by {noise:.3f}"
+    equal = [assert_same_tokens(a, b, gaps=g, noise=max(noise, 1e-6), label=f"{label}: ") for a, b, g in cases]
+    return {
+        "prompts": len(cases), "noise": round(noise, 5), "fully_equal": sum(e == len(b) for e, (_, b, _) in zip(equal, cases)),
+        "tokens_equal": sum(equal),
+    }  # fmt: skip
 
 
 class Served:

@@ -219,7 +219,8 @@ def profile(step: Callable[[], object], steps: int) -> Timeline:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    spans, sums = [], {}
+    spans: list[tuple[float, float]] = []
+    sums: dict[str, tuple[float, int]] = {}
     for event in profiler.events():
         if event.device_type is torch.autograd.DeviceType.CUDA:
             begin, end = event.time_range.start, event.time_range.end

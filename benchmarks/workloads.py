@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -12,6 +13,20 @@ from kernels.layout import BLOCK_SIZE, CacheFormat, LatentCache, LatentQuery
 SHAPES = Path(__file__).parent / "shapes"  # published config.json files, for dummy weights
 POOL_BLOCKS = 132_096
 ROTATED_BYTES, MAX_SETS = 1 << 30, 128  # between two reads of a block lie this many bytes, unless it takes more sets
+
+
+def tiny_shape(folder: Path) -> Path:
+    """DeepSeek-V3.1's architecture in sizes for a dry run."""
+    raw = json.loads((SHAPES / "deepseek_v3.1" / "config.json").read_text())
+    raw |= {
+        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "moe_intermediate_size": 64,
+        "num_attention_heads": 8, "n_routed_experts": 16, "first_k_dense_replace": 1, "q_lora_rank": 32, "n_group": 1, "topk_group": 1,
+    }  # fmt: skip
+    del raw["quantization_config"]
+    tiny = folder / "tiny"
+    tiny.mkdir(parents=True, exist_ok=True)
+    (tiny / "config.json").write_text(json.dumps(raw))
+    return tiny
 
 
 def lengths_grid(short: bool) -> list[int]:

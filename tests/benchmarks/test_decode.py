@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,24 +10,14 @@ import torch
 
 from benchmarks import decode, step_parts
 from benchmarks.records import read
-from benchmarks.workloads import SHAPES
+from benchmarks.workloads import SHAPES, tiny_shape
 
 CACHE_BYTES = 4 << 20
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """Small sizes in DeepSeek-V3.1's configuration; the latent keeps its width, which the FP8 cache needs."""
-    raw = json.loads((SHAPES / "deepseek_v3.1" / "config.json").read_text())
-    raw |= {
-        "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "moe_intermediate_size": 64,
-        "num_attention_heads": 4, "n_routed_experts": 16, "first_k_dense_replace": 1, "q_lora_rank": 32, "n_group": 1, "topk_group": 1,
-    }  # fmt: skip
-    del raw["quantization_config"]
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
+    return tiny_shape(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +60,7 @@ def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pyte
         assert line["tokens_per_s_per_gpu"] == pytest.approx(1e6 * line["batch"] / 2 / line["step_us"])
         # 2 layers; a sequence has grown by the first step and the recorded one
         tokens = line["batch"] * (line["context"] - decode.HEADROOM + 2)
-        assert parts["attention"]["flops"] == 2 * 2 * 2 * tokens * (576 + 512)  # layers, multiply and add, local heads
+        assert parts["attention"]["flops"] == 2 * 2 * 4 * tokens * (576 + 512)  # layers, multiply and add, local heads
         per_token = 644 if line["format"] == "fp8" else 1152
         assert 2 * tokens * per_token < parts["attention"]["bytes"] < 1.5 * 2 * tokens * per_token
         rows = -(-line["batch"] // 2)  # in the one MoE layer each of the tp ranks routes its share
