@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ REPORT = "SNAPMLA_REPORT"
 EXIT_FAILED, EXIT_PORT_TAKEN = 1, 98
 FLUSH_ERRORS_S = 1.0
 BACKLOG = 2048
+GC_THRESHOLD = 20_000  # new objects before the youngest generation is collected
 log = logging.getLogger("server")
 
 
@@ -122,6 +124,10 @@ class FrontEnd:
         self._metrics.start_up = self._table.seconds
         ready = self._client.ready[0]
         self._model.max_model_len = ready.max_model_len
+        # what start-up made stays; the collector need not look at a vocabulary again for every few hundred tokens
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
         host, port = self._http.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(
