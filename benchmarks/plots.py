@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -410,18 +411,19 @@ def table1() -> str | None:
     left.invert_yaxis()
     left.set(xlabel="change of held-out perplexity against the FP32 cache (%)", title="Perplexity, 95 % paired intervals")
     left.legend(fontsize=8, loc="lower right")
+    whole = [x["whole"] for lines in recall.values() for x in lines]
     for shift, name in enumerate(n for n in ("exact", "bf16", "snapmla", "a", "a_own") if n in recall):
-        points = []
-        for distance in distances:
-            mine = [x for x in recall[name] if x["distance"] == distance]
-            points.append((sum(x["whole"] for x in mine) / len(mine), *wilson(sum(x["whole"] for x in mine), len(mine))))
-        mean, low, high = np.array(points).T * 100
+        losses = [np.array([x["nll"] for x in recall[name] if x["distance"] == distance]) for distance in distances]
+        mean, (low, high) = np.array([x.mean() for x in losses]), np.array([bootstrap(x) for x in losses]).T
         colour, marker, line = STYLE[name]
-        at = np.arange(len(distances)) + 0.06 * (shift - 2)
-        right.errorbar(at, mean, yerr=(mean - low, high - mean), label=LABEL[name], color=colour, marker=marker, linestyle=line, capsize=3)
-    right.set_xticks(range(len(distances)), [str(d) for d in distances])
-    right.set(xlabel="distance (tokens)", ylabel="codes recalled whole (%)", title="Recall by distance", ylim=(-4, 104))
-    right.legend(fontsize=8, loc="lower left")
+        right.errorbar(
+            np.arange(len(distances)) + 0.06 * (shift - 2), mean, yerr=(mean - low, high - mean), label=LABEL[name], color=colour,
+            marker=marker, linestyle=line, capsize=3,
+        )  # fmt: skip
+    right.set_yscale("log")
+    right.set_xticks(range(len(distances)), [f"{d}\n{sum(x['distance'] == d for x in recall['exact'])} prompts" for d in distances])
+    right.set(xlabel="distance (tokens)", ylabel="loss of the code's digits (nats)", title=f"Recall by distance: {sum(whole)} of {len(whole)} codes whole")
+    right.legend(fontsize=8)
     figure.suptitle("Table 1 in small  Quality of the bundled model by cache format")
     save(figure, "table1_quality", f"{table[0]['tokens']} held-out tokens; {origin(next(iter(_quality('perplexity').values())))}")
     return None
