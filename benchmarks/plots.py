@@ -14,7 +14,6 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
-matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
@@ -24,6 +23,7 @@ from benchmarks.records import RESULTS, bootstrap, newest, read, wilson
 from benchmarks.schemes import COMPARED, STEPS
 
 FIGURES = Path(__file__).parent / "figures"
+matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
 Line = dict[str, Any]
 
 # fmt: off
