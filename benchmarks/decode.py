@@ -86,6 +86,7 @@ class Rank:
             torch.cuda.empty_cache()
             cache_bytes = cache_bytes or torch.cuda.mem_get_info(device)[0] - RESERVED_BYTES
         self.load_seconds = time.perf_counter() - began
+        self.weight_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else None
         self.cache_bytes = least_of_all_ranks(cache_bytes, self.parallel, device)
 
     def largest_batch(self, fmt: CacheFormat, context: int) -> int:
@@ -177,17 +178,17 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
             continue
         if cache is None or cache.format is not case.fmt:
             cache = None
-            _free(rank.device)
+            free_memory(rank.device)
             blocks = rank.cache_bytes // (BLOCK_SIZE * bytes_per_token(rank.model_config, case.fmt)) - 1
             cache = KVCache.allocate(rank.model_config, case.fmt, blocks, rank.device)
             for layer in cache.layers:
                 fill_random(layer)
         found = measure(rank, cache, case, ceilings)
-        _free(rank.device)
+        free_memory(rank.device)
         if parallel.rank == 0:
             records.write(
                 **key, **found, read_rate=ceilings.read, bf16_matmul_rate=ceilings.matmul, cache_bytes=rank.cache_bytes,
-                load_seconds=rank.load_seconds,
+                weight_bytes=rank.weight_bytes, load_seconds=rank.load_seconds,
             )  # fmt: skip
             parts = "  ".join(f"{name} {part['us'] / 1e3:.2f}" for name, part in found["parts"].items())
             label = "SIMULATED rank of " if key["simulated"] else ""
@@ -199,7 +200,8 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
             )
 
 
-def _free(device: torch.device) -> None:
+def free_memory(device: torch.device) -> None:
+    """Give back what dead objects hold, also to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -232,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.cache_memory_bytes == 0 and device.type == "cpu":
         parser.error("--cache-memory-bytes: needed on a CPU, whose free memory belongs to everybody")
     ceilings = Ceilings.measure(device)
-    _free(device)
+    free_memory(device)
     records = Records(args.output, device=device.type, method=METHOD, seed=0)
     for shape in args.shapes:
         folder = SHAPES / shape if (SHAPES / shape).is_dir() else Path(shape)
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 )
             run_world(rank, records, args, ceilings)
             del rank
-            _free(device)
+            free_memory(device)
     if args.real:
         dist.destroy_process_group()
 

@@ -173,6 +173,7 @@ def answers(run: Run) -> None:
     engine = LLM("demo", device=run.device, **options)
     want = engine.generate(texts, greedy(run.sizes.tokens), use_tqdm=False)
     del engine
+    decode.free_memory(torch.device(run.device))  # the ranks on this device need it
     with run.launch(dp, tp, run.folder / "answers.log") as launched:
         launched.wait_ready()
         ask(launched.port, texts[0], run.sizes.tokens)

@@ -337,7 +337,8 @@ class RandomSource:
         values = torch.randn(size, generator=generator, device=device)
         if self.is_fp8(name):
             return values.mul_(100.0).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
-        return values.mul_(shape[1] ** -0.5)
+        # Published in BF16, so no more precise than that: a router that fits BF16 is multiplied in it.
+        return values.mul_(shape[1] ** -0.5).bfloat16().float()
 
     def mark_known(self, name: str) -> None:
         """Nothing to check."""
