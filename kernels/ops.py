@@ -12,6 +12,7 @@ sequence lengths and tables are int32. Contract violations raise KernelContractE
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,11 +45,17 @@ def backend(name: str) -> Iterator[None]:
         use_backend(before)
 
 
+@functools.cache
+def _operations(key: str) -> dict[str, Callable[..., Any]]:
+    """A backend's table, imported when it is first used: kernels.cuda is never loaded on a CPU."""
+    return importlib.import_module(_BACKENDS[key]).OPS
+
+
 def _call(name: str, device: torch.device, *args: Any, **kwargs: Any) -> Any:
     key = _forced_backend or device.type
     if key not in _BACKENDS:
         raise KernelError(name, f"no backend for device type {device.type!r}; use a CPU or CUDA device")
-    table: dict[str, Callable[..., Any]] = importlib.import_module(_BACKENDS[key]).OPS
+    table = _operations(key)
     if name not in table:
         raise KernelError(
             name, f"the {key} backend has no such operation; run with the reference backend (--kernels reference)"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from kernels.layout import AMAX_FLOOR, FP8, FP8_MAX, WEIGHT_BLOCK, BlockScaledWeight, Weight
 from kernels.reference.elementwise import silu_and_mul
 
+_SLOW_BF16 = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 _ROWS_WORTH_A_CAST = 3  # fewer rows are bound by reading the weight, which a cast only adds to
 
 
@@ -17,8 +18,8 @@ def product_dtype(weight: torch.Tensor) -> torch.dtype:
     There oneDNN's BF16 products of 16 rows take 4 times (batched over heads: 15 to 20 times) as long as casting both
     operands and multiplying in FP32, whose result is no less exact.
     """
-    slow = weight.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-    return torch.float32 if slow and weight.dtype is torch.bfloat16 else weight.dtype
+    slow = _SLOW_BF16 and weight.dtype is torch.bfloat16 and weight.device.type == "cpu"
+    return torch.float32 if slow else weight.dtype
 
 
 def quantize_activations(x: torch.Tensor) -> torch.Tensor:
