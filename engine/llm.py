@@ -155,7 +155,7 @@ class LLM:
         Raises RequestRejected for the first bad prompt or parameter, before anything runs. Ctrl-C ends the call after the
         step that runs, a second one at once (and this engine with it).
         """
-        listed = [prompts] if _is_one_prompt(prompts) else _listed("prompts", prompts)
+        listed: list[Any] = [prompts] if _is_one_prompt(prompts) else _listed("prompts", prompts)
         return self._run([self._encoded(prompt) for prompt in listed], sampling_params, use_tqdm)
 
     def chat(
@@ -180,7 +180,7 @@ class LLM:
                     param="messages",
                 )
             check_text_size("messages", conversation, self.info.max_model_len)
-        prompts = [
+        prompts: list[tuple[str | None, list[int]]] = [
             self._chat_template.encode(
                 self.tokenizer,
                 conversation,
