@@ -65,7 +65,9 @@ def demo_layers(lengths: Sequence[int], *, queries: int = 16, device: str = "cpu
 
     most = max(lengths) + queries + 1
     options = {"max_model_len": most, "num_cache_blocks": most // BLOCK_SIZE + 8, "max_num_seqs": 1}
-    llm = LLM("demo", cache_format="fp32", dtype="float32", device=device, kernels="reference", max_num_batched_tokens=2048, **options)
+    llm = LLM(
+        "demo", cache_format="fp32", dtype="float32", device=device, kernels="reference", max_num_batched_tokens=2048, **options
+    )
     documents = held_out_ids(lambda text: llm.tokenizer.encode(text))
     text = [token for ids in documents.values() for token in ids]
     text = (text * (most // len(text) + 1))[:most]

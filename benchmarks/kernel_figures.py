@@ -111,7 +111,14 @@ def kernel_output(layer: Attention, fmt: CacheFormat) -> torch.Tensor:
     lens = layer.visible.int()
     plan = ops.plan_decode(lens, query_len=1, num_heads=query.content.shape[1], fmt=fmt)
     out, _ = ops.mla_decode(
-        query.unflatten(n, 1), cache, table, lens, softmax_scale=layer.softmax_scale, causal=True, plan=plan, out_dtype=torch.bfloat16
+        query.unflatten(n, 1),
+        cache,
+        table,
+        lens,
+        softmax_scale=layer.softmax_scale,
+        causal=True,
+        plan=plan,
+        out_dtype=torch.bfloat16,
     )
     return out[:, 0].float()
 
@@ -145,11 +152,15 @@ def context(out: Path, quick: bool, state: dict[str, Any]) -> None:
                 for fmt, scheme in schemes:
                     measured = kernel_output(layer, fmt)
                     log.write(
-                        sums=f"{fmt.value} kernel", **errors(measured, exact), alone=errors(measured, output(scheme, layer))["relative"]
+                        sums=f"{fmt.value} kernel",
+                        **errors(measured, exact),
+                        alone=errors(measured, output(scheme, layer))["relative"],
                     )
                 for fast in (True, False):
                     product, true = one_product(layer, fast)
-                    log.write(sums="one product, fast" if fast else "one product, promoted", alone=errors(product, true)["relative"])
+                    log.write(
+                        sums="one product, fast" if fast else "one product, promoted", alone=errors(product, true)["relative"]
+                    )
                 print(f"context, mean {mean}: {tokens} tokens", flush=True)
 
 
@@ -177,7 +188,15 @@ def probe(out: Path, state: dict[str, Any], model: str, batch: int, steps: int) 
         torch.cuda.empty_cache()
     off, on = (statistics.median(seconds[fraction]) for fraction in (0.0, 0.01))
     log.state |= state | {"method": METHOD["probe"]}
-    log.write(figure="probe", model=Path(model).name, batch=batch, steps=steps, off_ms=1e3 * off, on_ms=1e3 * on, overhead=on / off - 1)
+    log.write(
+        figure="probe",
+        model=Path(model).name,
+        batch=batch,
+        steps=steps,
+        off_ms=1e3 * off,
+        on_ms=1e3 * on,
+        overhead=on / off - 1,
+    )
     print(f"probe at 1 %: {1e3 * off:.3f} ms a step without, {1e3 * on:.3f} with it: {100 * (on / off - 1):+.2f} %", flush=True)
 
 
@@ -185,7 +204,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fig7 at four lengths and 1 and 2 query tokens; error to 32k")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--probe-model", default="demo", help="folder with a config.json, weights made up (default: the demo model)")
+    parser.add_argument(
+        "--probe-model", default="demo", help="folder with a config.json, weights made up (default: the demo model)"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
     if not torch.cuda.is_available():

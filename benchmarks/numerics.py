@@ -137,7 +137,9 @@ def measure(records: Records, parts: list[str], quick: bool, device: str) -> Non
             found = list(lines)
             for line in found:
                 records.write(figure=figure, **key, **line)
-            print(figure, key, {k: v for k, v in found[-1].items() if k in ("scheme", "source", "sums", "relative")}, flush=True)
+            print(
+                figure, key, {k: v for k, v in found[-1].items() if k in ("scheme", "source", "sums", "relative")}, flush=True
+            )
 
     length = QUICK if quick else FULL
     for outlier in OUTLIERS:
@@ -185,7 +187,9 @@ def measure(records: Records, parts: list[str], quick: bool, device: str) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"context of {QUICK} tokens instead of {FULL}; against context: synthetic to 32768")
+    parser.add_argument(
+        "--quick", action="store_true", help=f"context of {QUICK} tokens instead of {FULL}; against context: synthetic to 32768"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS / "numerics.jsonl")

@@ -34,9 +34,14 @@ STYLE = {  # scheme: colour, marker, line
 }
 # fmt: on
 LABEL = {scheme.name: scheme.label for scheme in COMPARED} | {
-    "fp32": "FP32 cache", "bf16": "BF16", "fp8": "SnapMLA (FP8 cache)", "exact": "exact (FP32)",
+    "fp32": "FP32 cache",
+    "bf16": "BF16",
+    "fp8": "SnapMLA (FP8 cache)",
+    "exact": "exact (FP32)",
     **{step.name: step.label for step in STEPS},
-    "two-level, 64": "sums: folded every 64 tokens", "two-level, 128": "sums: folded every 128 tokens", "single-level": "sums: in place",
+    "two-level, 64": "sums: folded every 64 tokens",
+    "two-level, 128": "sums: folded every 128 tokens",
+    "single-level": "sums: in place",
 }  # fmt: skip
 METRICS = (("relative", "relative L2 error"), ("rmse", "RMSE"), ("cosine", "1 $-$ cosine similarity"))
 
@@ -93,7 +98,10 @@ def fig3() -> str | None:
         ((demo, "demo model, all layers"), (synthetic[-1:], "synthetic, RoPE channels up to $10^3$"))
     ):
         axis = axes[row, 0]
-        for part, label, colour, line in (("content", "latent (content)", "#0072B2", "-"), ("rope", "RoPE part", "#D55E00", "--")):
+        for part, label, colour, line in (
+            ("content", "latent (content)", "#0072B2", "-"),
+            ("rope", "RoPE part", "#D55E00", "--"),
+        ):
             counts = np.sum([entry[part]["counts"] for entry in lines], axis=0)
             edges = np.array(lines[0]["edges"])
             axis.stairs(counts / counts.sum(), edges, label=label, color=colour, linestyle=line, linewidth=1.6)
@@ -114,9 +122,18 @@ def fig3() -> str | None:
         (axes[1, 1], synthetic, [f"{line['outlier']:.0f}" for line in synthetic], "largest RoPE channel (synthetic)"),
     ):
         at = np.arange(len(lines))
-        for offset, part, text, colour, hatch in ((-0.2, "content", "latent", "#0072B2", ""), (0.2, "rope", "RoPE part", "#D55E00", "//")):
+        for offset, part, text, colour, hatch in (
+            (-0.2, "content", "latent", "#0072B2", ""),
+            (0.2, "rope", "RoPE part", "#D55E00", "//"),
+        ):
             bars = axis.bar(
-                at + offset, [line[part]["mse"] for line in lines], 0.38, label=f"{text}, E4M3", color=colour, hatch=hatch, edgecolor="white"
+                at + offset,
+                [line[part]["mse"] for line in lines],
+                0.38,
+                label=f"{text}, E4M3",
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
             )
             axis.bar_label(bars, fmt="%.0e", fontsize=6.5)
         axis.plot(at + 0.2, [line["rope"]["mse_bf16"] for line in lines], "k_", markersize=14, label="RoPE part, BF16")
@@ -161,7 +178,9 @@ def fig5() -> str | None:
         axes[row, 0].set_title(f"{('demo model', 'synthetic')[row]}, context {lines[0]['tokens']} tokens", loc="left")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right center", fontsize=9, title="cache and operands")
-    figure.suptitle("Fig. 5  Error of attention outputs against exact attention (mean and standard deviation over query tokens)")
+    figure.suptitle(
+        "Fig. 5  Error of attention outputs against exact attention (mean and standard deviation over query tokens)"
+    )
     save(figure, "fig5_layers", f"{demo[0]['method']}; {origin(demo)}")
     return None
 
@@ -190,7 +209,11 @@ def context() -> str | None:
                     label = "exact sums" if sums == "exact" else LABEL[sums]
                     axes[row, column].errorbar(at, mean, yerr=spread, label=label, color=colour, marker=marker, linestyle=line, markersize=5, capsize=2, elinewidth=0.7)  # fmt: skip
                     tokens_axis(axes[row, column], at)
-        for sums, colour, marker in (("fp8 kernel", "#009E73", "P"), ("bf16 kernel", "#777777", "o"), ("one product, fast", "#CC79A7", "v")):
+        for sums, colour, marker in (
+            ("fp8 kernel", "#009E73", "P"),
+            ("bf16 kernel", "#777777", "o"),
+            ("one product, fast", "#CC79A7", "v"),
+        ):
             found = of("kernel_figures", "context", data=data, **{key: value})
             points = sorted(newest((x for x in found if x["sums"] == sums), "tokens"), key=lambda x: x["tokens"])
             for row, metric in enumerate(("relative", "alone")):
@@ -205,7 +228,9 @@ def context() -> str | None:
     axes[1, 0].set_ylabel("relative L2 error, sums alone")
     axes[0, 0].legend(fontsize=8)
     axes[1, 0].legend(fontsize=8)
-    figure.suptitle("Error against context length: P$\\cdot$V summed in the FP8 tensor core's 13 bits, in place or folded into FP32")
+    figure.suptitle(
+        "Error against context length: P$\\cdot$V summed in the FP8 tensor core's 13 bits, in place or folded into FP32"
+    )
     save(figure, "error_against_context", f"tensor-core sums emulated, 64 channels; {origin(lines)}")
     return None
 
@@ -217,8 +242,13 @@ def sources() -> str | None:
     order = ["k_content", "k_rope", "query", "p", "p128", "two-level, 64", "two-level, 128", "single-level", "snapmla"]
     demo = newest(longest(x for x in lines if x["data"] == "demo"), "layer", "source")
     synthetic = newest(longest(x for x in lines if x["data"] == "synthetic"), "mean", "source")
-    cases = [(f"demo model, layer {layer}", [x for x in demo if x["layer"] == layer]) for layer in sorted({x["layer"] for x in demo})]
-    cases += [(f"synthetic, mean {mean}", [x for x in synthetic if x["mean"] == mean]) for mean in sorted({x["mean"] for x in synthetic})]
+    cases = [
+        (f"demo model, layer {layer}", [x for x in demo if x["layer"] == layer]) for layer in sorted({x["layer"] for x in demo})
+    ]
+    cases += [
+        (f"synthetic, mean {mean}", [x for x in synthetic if x["mean"] == mean])
+        for mean in sorted({x["mean"] for x in synthetic})
+    ]
     colours = ["#0072B2", "#56B4E9", "#009E73", "#D55E00", "#E69F00", "#CC79A7"]
     hatches = ["", "//", "\\\\", "xx", "..", "++"]
     figure, axis = plt.subplots(figsize=(10.5, 6.5), layout="constrained")
@@ -236,7 +266,10 @@ def sources() -> str | None:
     axis.set_yticks(range(len(order)), names)
     axis.invert_yaxis()
     axis.set_xscale("log")
-    axis.set(xlabel="relative L2 error of the attention output, this rounding alone", title="Where the error of FP8 decode attention comes from")
+    axis.set(
+        xlabel="relative L2 error of the attention output, this rounding alone",
+        title="Where the error of FP8 decode attention comes from",
+    )
     axis.axhline(4.5, color="#999999", linewidth=0.8)
     axis.axhline(7.5, color="#999999", linewidth=0.8)
     axis.grid(axis="x", alpha=0.3)
@@ -280,7 +313,9 @@ def fig7() -> str | None:
                     continue
                 rate = np.array([x["tflops"] for x in points])
                 # Quartiles of the time around its median, as rates.
-                ends = np.abs(np.array([[x["us"] / x["us_quartiles"][1], x["us"] / x["us_quartiles"][0]] for x in points]).T * rate - rate)
+                ends = np.abs(
+                    np.array([[x["us"] / x["us_quartiles"][1], x["us"] / x["us_quartiles"][0]] for x in points]).T * rate - rate
+                )
                 axis.errorbar(
                     [x["longest"] for x in points], rate, yerr=ends, label=f"{name}, {query_len} query token{'s' * (query_len > 1)}",
                     color=colours[query_len - 1], marker=markers[query_len - 1], linestyle="-" if fmt == "fp8" else "--", markersize=5, capsize=2,
@@ -292,7 +327,13 @@ def fig7() -> str | None:
         for peer, (colour, marker) in peers.items():
             points = sorted((x for x in mine if (x["kernel"], x["query_len"]) == (peer, 1)), key=lambda x: x["longest"])
             if points:
-                axis.plot([x["longest"] for x in points], [x["tflops"] for x in points], color=colour, marker=marker, label=f"{peer} (BF16), 1 query token")
+                axis.plot(
+                    [x["longest"] for x in points],
+                    [x["tflops"] for x in points],
+                    color=colour,
+                    marker=marker,
+                    label=f"{peer} (BF16), 1 query token",
+                )
         tokens_axis(axis, [x["longest"] for x in mine])
         axis.set_title(f"{count} heads")
         axis.grid(alpha=0.3)
@@ -302,7 +343,9 @@ def fig7() -> str | None:
     for axis in axes[0]:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.suptitle("Fig. 7  Decode kernel at batch 32: medians and quartiles, beside rooflines from the same run's page reads and BF16 product")
+    figure.suptitle(
+        "Fig. 7  Decode kernel at batch 32: medians and quartiles, beside rooflines from the same run's page reads and BF16 product"
+    )
     save(figure, "fig7_kernel", f"{lines[-1]['device']}; torch {lines[-1]['torch']}; {lines[-1]['date'][:10]}")
     return None
 
@@ -312,7 +355,9 @@ def fig6() -> str | None:
     if not lines:
         return "kernel_figures.jsonl has no lines of `fig6` (needs a Hopper GPU)"
     models, settings = list(dict.fromkeys(x["model"] for x in lines)), sorted({(x["dp"], x["tp"]) for x in lines})
-    figure, axes = plt.subplots(len(models), len(settings), figsize=(4.2 * len(settings), 3.6 * len(models)), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        len(models), len(settings), figsize=(4.2 * len(settings), 3.6 * len(models)), layout="constrained", squeeze=False
+    )
     figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))
     for row, model in enumerate(models):
         for column, (dp, tp) in enumerate(settings):
@@ -322,9 +367,24 @@ def fig6() -> str | None:
             for offset, fmt, colour, hatch in ((-0.2, "bf16", "#999999", ""), (0.2, "fp8", "#0072B2", "//")):
                 points = sorted((x for x in mine if x["format"] == fmt), key=lambda x: x["length"])
                 at = np.arange(len(points)) + offset
-                bars = axis.bar(at, [x["tflops"] for x in points], 0.38, color=colour, hatch=hatch, edgecolor="white", label=f"our {fmt.upper()}" if fmt == "bf16" else "SnapMLA FP8")
+                bars = axis.bar(
+                    at,
+                    [x["tflops"] for x in points],
+                    0.38,
+                    color=colour,
+                    hatch=hatch,
+                    edgecolor="white",
+                    label=f"our {fmt.upper()}" if fmt == "bf16" else "SnapMLA FP8",
+                )
                 axis.bar_label(bars, fmt="%.0f", fontsize=7)
-                axis.plot(at, [roofline(x)[1] for x in points], "_", color="black", markersize=18, label="roofline" if fmt == "fp8" else None)
+                axis.plot(
+                    at,
+                    [roofline(x)[1] for x in points],
+                    "_",
+                    color="black",
+                    markersize=18,
+                    label="roofline" if fmt == "fp8" else None,
+                )
             batches = {x["length"]: x["batch"] for x in mine}
             axis.set_xticks(range(len(lengths)), [f"{n // 1024}k\nbatch {batches[n]}" for n in lengths])
             axis.set_title(f"{model}, DP{dp}/TP{tp}: {mine[0]['heads']} heads", fontsize=10)
@@ -421,11 +481,19 @@ def table1() -> str | None:
             marker=marker, linestyle=line, capsize=3,
         )  # fmt: skip
     right.set_yscale("log")
-    right.set_xticks(range(len(distances)), [f"{d}\n{sum(x['distance'] == d for x in recall['exact'])} prompts" for d in distances])
-    right.set(xlabel="distance (tokens)", ylabel="loss of the code's digits (nats)", title=f"Recall by distance: {sum(whole)} of {len(whole)} codes whole")
+    right.set_xticks(
+        range(len(distances)), [f"{d}\n{sum(x['distance'] == d for x in recall['exact'])} prompts" for d in distances]
+    )
+    right.set(
+        xlabel="distance (tokens)",
+        ylabel="loss of the code's digits (nats)",
+        title=f"Recall by distance: {sum(whole)} of {len(whole)} codes whole",
+    )
     right.legend(fontsize=8)
     figure.suptitle("Table 1 in small  Quality of the bundled model by cache format")
-    save(figure, "table1_quality", f"{table[0]['tokens']} held-out tokens; {origin(next(iter(_quality('perplexity').values())))}")
+    save(
+        figure, "table1_quality", f"{table[0]['tokens']} held-out tokens; {origin(next(iter(_quality('perplexity').values())))}"
+    )
     return None
 
 

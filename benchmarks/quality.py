@@ -92,7 +92,9 @@ def text_rows(documents: dict[str, list[int]], count: int) -> list[tuple[str, in
 
 
 def perplexity(lab: Lab, records: Records, rows: int) -> None:
-    formats = [CacheFormat.BF16, CacheFormat.FP8] if lab.device == "cuda" else [CacheFormat.FP32, CacheFormat.BF16, CacheFormat.FP8]
+    formats = (
+        [CacheFormat.BF16, CacheFormat.FP8] if lab.device == "cuda" else [CacheFormat.FP32, CacheFormat.BF16, CacheFormat.FP8]
+    )
     for title, start, ids in text_rows(lab.documents, rows):
         key = {"figure": "perplexity", "on": lab.device, "document": title, "start": start}
         names = [fmt.value for fmt in formats] + [scheme.name for scheme in ALTERNATIVES if lab.device == "cpu"]
@@ -111,7 +113,10 @@ def perplexity(lab: Lab, records: Records, rows: int) -> None:
             agreed = int((choice == best).sum())
             if not records.has(**key, scheme=name):
                 records.write(**key, scheme=name, tokens=len(ids) - 1, nll=float(loss.sum()), agreed=agreed)
-            print(f"perplexity {title} {start} {name:<8} {float(loss.mean().exp()):.4f}, agreement {agreed / len(loss):.4f}", flush=True)
+            print(
+                f"perplexity {title} {start} {name:<8} {float(loss.mean().exp()):.4f}, agreement {agreed / len(loss):.4f}",
+                flush=True,
+            )
 
 
 # ---- recall
@@ -208,8 +213,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rows", type=int, help=f"rows of {ROW} held-out tokens (default: 20, quick 4)")
-    parser.add_argument("--distances", type=int, nargs="+", help="recall distances in tokens (default: 256 1024 4096, quick 256 1024)")
-    parser.add_argument("--prompts", type=int, help="recall prompts a distance (default: 20, quick 6); as many chats, in whole groups of 4")
+    parser.add_argument(
+        "--distances", type=int, nargs="+", help="recall distances in tokens (default: 256 1024 4096, quick 256 1024)"
+    )
+    parser.add_argument(
+        "--prompts", type=int, help="recall prompts a distance (default: 20, quick 6); as many chats, in whole groups of 4"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.jsonl")
     args = parser.parse_args()
     distances = args.distances or ([256, 1024] if args.quick else [256, 1024, 4096])

@@ -59,7 +59,9 @@ def main() -> int:
         started = time.perf_counter()
         print("measuring:", " ".join(command), flush=True)
         code = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
-        print(f"  {'done' if code == 0 else f'failed with status {code}'} after {time.perf_counter() - started:.0f} s", flush=True)
+        print(
+            f"  {'done' if code == 0 else f'failed with status {code}'} after {time.perf_counter() - started:.0f} s", flush=True
+        )
         if code:
             failed.append(command[0])
     left_out = plots.draw(args.only)

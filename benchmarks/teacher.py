@@ -29,7 +29,13 @@ def load_demo(device: str, max_model_len: int) -> tuple[CausalLM, ModelConfig, P
     config = load_model_config(folder)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = load_model(
-        folder, config, ParallelContext.single(), device=device, dtype=dtype, max_model_len=max_model_len, progress=lambda *_: None
+        folder,
+        config,
+        ParallelContext.single(),
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        progress=lambda *_: None,
     )
     return model, config, folder
 
@@ -62,7 +68,9 @@ class Teacher:
     def _decode(self, ids: list[int]) -> torch.Tensor:
         full = len(ids) // ROWS * ROWS  # a rest of one to three tokens runs as sequences of one row
         parts = [(ids[:full], ROWS), (ids[full:], 1)]
-        hidden = [self._forward(part, len(part) // rows, rows, self._ends(len(part), rows), None) for part, rows in parts if part]
+        hidden = [
+            self._forward(part, len(part) // rows, rows, self._ends(len(part), rows), None) for part, rows in parts if part
+        ]
         return self.model.logits(torch.cat(hidden))
 
     def _ends(self, count: int, rows: int) -> torch.Tensor:

@@ -37,6 +37,8 @@ def test_tokens_are_counted_by_ids_and_not_by_chunks() -> None:
     assert len(request.tokens) == 7
     assert request.prompt_tokens == 11
     # The first token counts when it arrives, not when its text does; tokens of a chunk share its time.
-    assert request.tokens[0] < request.tokens[1] < request.tokens[2] == request.tokens[3] == request.tokens[4] < request.tokens[5]
+    assert (
+        request.tokens[0] < request.tokens[1] < request.tokens[2] == request.tokens[3] == request.tokens[4] < request.tokens[5]
+    )
     mean = (request.tokens[-1] - request.tokens[0]) / (len(request.tokens) - 1)
     assert mean == pytest.approx(sum(b - a for a, b in zip(request.tokens, request.tokens[1:])) / 6)
