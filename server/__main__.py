@@ -68,6 +68,7 @@ class FrontEnd:
         self._config, self._http = config, http
         self._ending: asyncio.Task[None] | None = None
         self._status = 0
+        self._rank_0 = os.getppid()
         parallel, server = config.engine.parallel, config.server
         self._model = ServedModel.load(
             Path(config.model_folder),
@@ -158,6 +159,8 @@ class FrontEnd:
     async def _give_up(self) -> None:
         self._client.shut_down_engine()
         await asyncio.sleep(FLUSH_ERRORS_S)  # open streams get their error, probes see 503
+        if self._client.silent_rank == 0 and os.getppid() == self._rank_0:
+            os.kill(self._rank_0, signal.SIGKILL)  # a frozen parent cannot end itself when this process ends
         self._server.should_exit = True
 
     def _leader_gone(self) -> None:
@@ -182,7 +185,10 @@ def main() -> int:
     try:
         http = bind_http(server.host, server.port)
     except OSError as error:
-        print(f"error: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another --port", file=sys.stderr)
+        print(
+            f"error: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another --host or --port",
+            file=sys.stderr,
+        )
         return EXIT_PORT_TAKEN
     if not server.api_keys and not is_loopback(server.host):
         log.warning("listening on %s without an API key: anyone who can reach it may use it; set --api-key", server.host)

@@ -131,6 +131,7 @@ class EngineClient:
     on_phase: Callable[[Phase], None] = lambda phase: None
     state: State = State.STARTING
     failure: str = ""
+    silent_rank: int | None = None  # the rank whose silence was the failure
     ready: dict[int, Ready] = field(default_factory=dict)
     all_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -302,6 +303,7 @@ class EngineClient:
                     rank.heard += late  # this process was held up itself: do not blame the rank
                 limit = self.config.heartbeat_s if self.state is not State.STARTING else START_HEARTBEAT_S
                 if self.state is not State.FAILED and now - rank.heard > limit:
+                    self.silent_rank = number
                     self._fail(f"rank {number} has been silent for {now - rank.heard:.1f} s: dead or frozen")
 
     # ---- messages

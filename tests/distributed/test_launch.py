@@ -104,6 +104,16 @@ def test_a_dead_or_frozen_process_ends_the_tree(tmp_path: Path, who: str, what: 
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+def test_a_frozen_single_process_ends(tmp_path: Path) -> None:
+    """Report D05: without a supervisor the front end ends the rank that froze, and itself."""
+    with Launched(PYTHON, *SMALL, log=tmp_path / "log") as launched:
+        launched.wait_ready()
+        os.kill(launched.process.pid, signal.SIGSTOP)
+        ends_clean(launched, nonzero=True)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_killed_supervisor_takes_its_workers_along(tmp_path: Path) -> None:
     """Report O08."""
     with Launched(PYTHON, "--dp", "2", *SMALL, log=tmp_path / "log") as launched:
