@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from engine.config import ParallelConfig, SchedulerConfig
+from engine.config import MAX_SPECULATIVE_TOKENS, ParallelConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.hub import resolve_model
 from engine.kv_cache import bytes_per_token, num_blocks_for
@@ -221,8 +221,12 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigError(
                 f"--gpus {args.gpus}: --dp {args.dp} times --tp {args.tp} is {parallel.world_size}; make them equal"
             )
-        if not 0.0 < args.memory_fraction <= 1.0 or not args.gpu_gib > 0:
+        if not 0.0 < args.memory_fraction <= 1.0 or not 0.0 < args.gpu_gib < math.inf:
             raise ConfigError("--memory-fraction must lie in (0, 1] and --gpu-gib above 0")
+        if not 0 <= args.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"--num-speculative-tokens: must lie in 0..{MAX_SPECULATIVE_TOKENS}, got {args.num_speculative_tokens}"
+            )
         try:
             config = load_model_config(_folder(args.model))
         except ModelConfigError as error:

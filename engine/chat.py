@@ -153,7 +153,7 @@ class ChatTemplate:
 
     def switches(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Template variables from user-given switches. Raises RequestRejected for names this template does not read."""
-        if len(kwargs) > MAX_TEMPLATE_KWARGS or len(msgspec.json.encode(kwargs)) > MAX_TEMPLATE_KWARGS_BYTES:
+        if len(kwargs) > MAX_TEMPLATE_KWARGS or len(_json(kwargs, "chat_template_kwargs")) > MAX_TEMPLATE_KWARGS_BYTES:
             limit = f"at most {MAX_TEMPLATE_KWARGS} entries and {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
             raise RequestRejected(f"chat_template_kwargs: {limit}", param="chat_template_kwargs")
         values: dict[str, Any] = {}
@@ -253,9 +253,16 @@ def _guarded(value: Any, tokenizer: Tokenizer, guard: str, keep_think_tags: bool
     return value
 
 
+def _json(value: Any, param: str) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, RecursionError) as error:  # a lone surrogate is a ValueError
+        raise RequestRejected(f"{param}: must hold JSON values and valid Unicode only: {error}", param=param) from error
+
+
 def _unused_character(value: Any) -> str:
     """A character that occurs nowhere in `value` and that no text needs."""
-    text = msgspec.json.encode(value).decode()
+    text = _json(value, "messages").decode()
     for character in _NONCHARACTERS:
         if character not in text:
             return character

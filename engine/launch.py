@@ -149,8 +149,8 @@ def parse(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[EngineCo
 def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     argv = list(sys.argv[1:] if argv is None else argv)
-    place = Place.read(os.environ)
     try:
+        place = Place.read(os.environ)
         config, server = parse(argv, os.environ)
         wanted = config.parallel.world_size
         if place.world_size not in (1, wanted):

@@ -30,7 +30,7 @@ from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.output import OutputStream, TokenText
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from engine.served_model import check_text_size
+from engine.served_model import check_text_size, template_switches
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -180,6 +180,7 @@ class LLM:
                     param="messages",
                 )
             check_text_size("messages", conversation, self.info.max_model_len)
+        switches = template_switches(chat_template_kwargs)
         prompts: list[tuple[str | None, list[int]]] = [
             self._chat_template.encode(
                 self.tokenizer,
@@ -187,7 +188,7 @@ class LLM:
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                **(chat_template_kwargs or {}),
+                **switches,
             )
             for conversation in conversations
         ]

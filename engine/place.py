@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.errors import ConfigError
+
 RUN_FOLDER = "SNAPMLA_RUN_FOLDER"  # set by the supervisor for its workers: holds the rendezvous file
 LIFELINE = "SNAPMLA_LIFELINE"  # set too: a pipe that closes when the supervisor dies
 
@@ -22,13 +24,31 @@ class Place:
 
     @staticmethod
     def read(environment: Mapping[str, str]) -> Place:
-        return Place(
-            rank=int(environment.get("RANK", 0)),
-            world_size=int(environment.get("WORLD_SIZE", 1)),
-            local_rank=int(environment.get("LOCAL_RANK", 0)),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", 1)),
+        """Raises ConfigError naming the variable that cannot be."""
+
+        def number(name: str, default: int) -> int:
+            text = environment.get(name, str(default))
+            if not text.isdecimal():
+                raise ConfigError(
+                    f"{name}: must be a whole number, as torchrun sets it, got {text!r}; unset it or use torchrun"
+                )
+            return int(text)
+
+        place = Place(
+            rank=number("RANK", 0),
+            world_size=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
             run_folder=environment.get(RUN_FOLDER, ""),
         )
+        if not 1 <= place.local_world_size <= place.world_size or place.rank >= place.world_size:
+            raise ConfigError(
+                f"RANK {place.rank}, WORLD_SIZE {place.world_size}, LOCAL_WORLD_SIZE {place.local_world_size}: "
+                "these do not fit together; unset them or use torchrun"
+            )
+        if place.world_size > 1 and not place.run_folder and "MASTER_ADDR" not in environment:
+            raise ConfigError("WORLD_SIZE is set but MASTER_ADDR is not, as torchrun would; unset it or use torchrun")
+        return place
 
     @property
     def one_host(self) -> bool:

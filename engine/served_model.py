@@ -272,7 +272,7 @@ class ServedModel:
             tools=tools,
             add_generation_prompt=not continued if request.add_generation_prompt is None else request.add_generation_prompt,
             continue_final_message=continued,
-            **_template_switches(request.chat_template_kwargs),
+            **template_switches(request.chat_template_kwargs),
         )
 
     def _checked_ids(self, ids: list[int], param: str) -> Prompt:
@@ -393,8 +393,10 @@ class ServedModel:
         return asked.grammar
 
 
-def _template_switches(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def template_switches(kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """User-given template variables; names that `render` itself takes are refused, not passed on."""
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise RequestRejected(f"chat_template_kwargs: must be a dict, got {kwargs!r:.60}", param="chat_template_kwargs")
     own = {"messages", "tools", "add_generation_prompt", "continue_final_message", "tokenizer"}
     if taken := sorted(own & set(kwargs or {})):
         raise RequestRejected(

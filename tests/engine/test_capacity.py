@@ -109,6 +109,9 @@ def test_what_does_not_fit_is_said() -> None:
         (["--tp", "3"], "heads cannot be split"),
         (["--context", "999999999"], "positions end"),
         (["--memory-fraction", "0"], "memory-fraction"),
+        (["--gpu-gib", "inf"], "gpu-gib"),
+        (["--num-speculative-tokens", "9"], "num-speculative-tokens: must lie in 0..3, got 9"),
+        (["--num-speculative-tokens", "-1"], "num-speculative-tokens: must lie in 0..3, got -1"),
     ],
 )
 def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

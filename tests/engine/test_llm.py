@@ -157,10 +157,27 @@ def test_what_is_no_sampling_params_is_refused(llm: LLM, params: Any) -> None:
         llm.generate([[5, 6]], params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("messages", [None, {}, "hello", ["hello"], [[5]], [{"role": "user", "content": "word " * 100_000}]])
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        {},
+        "hello",
+        ["hello"],
+        [[5]],
+        [{"role": "user", "content": "word " * 100_000}],
+        [{"role": "user", "content": "\ud800"}],
+    ],
+)
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
     with pytest.raises(RequestRejected, match="messages"):
         llm.chat(messages, greedy(), use_tqdm=False)
+
+
+@pytest.mark.parametrize("switches", [5, {"messages": 1}, {"tokenizer": 1}, {"thinking": object()}, {"thinking": "\ud800"}])
+def test_template_switches_that_cannot_be_are_refused(llm: LLM, switches: Any) -> None:
+    with pytest.raises(RequestRejected, match="chat_template_kwargs"):
+        llm.chat([{"role": "user", "content": "x"}], greedy(), use_tqdm=False, chat_template_kwargs=switches)
 
 
 def test_ctrl_c_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
