@@ -575,8 +575,8 @@ def test_malformed_bodies_never_break_the_server() -> None:
 
     async def test() -> None:
         async with running(replicas={"step_s": 0.0}) as server:
-            statuses = await fuzz(server, 400, seed=1)
-            assert statuses.get(400, 0) > 200
+            statuses = await fuzz(server, 200, seed=1)
+            assert statuses.get(400, 0) > 100
             await server.post(COMPLETIONS, prompt="x", max_tokens=2)
             await eventually(lambda: not server.replicas[0].live)
             assert server.client.metrics.open_requests == 0 and server.client.router.reserved == {0: 0}
