@@ -146,14 +146,13 @@ class Request:
 
     def new_sequence(self) -> NewSequence:
         """What the ranks must know of a request that takes a row."""
-        needs_history = self.params.needs_token_counts or self.params.grammar is not None
         return NewSequence(
             row=self.row,
             request_id=self.request_id,
             params=self.params,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.num_output_tokens,
-            known_token_ids=self.token_ids.tolist() if needs_history else [],
+            known_token_ids=self.token_ids.tolist() if self.params.needs_history else [],
             eos_token_ids=self.eos_token_ids,
         )
 
