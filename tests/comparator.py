@@ -8,6 +8,8 @@ of that configuration; and under teacher forcing their logits differ by no more 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import quantiles
 
 import torch
 
@@ -52,3 +54,61 @@ def assert_logits_within(got: torch.Tensor, want: torch.Tensor, noise: float, la
     worst = float((got.double() - want.double()).abs().max()) if got.numel() else 0.0
     assert worst <= noise, f"{label}logits differ by {worst:.4g}, allowed {noise:.4g}"
     return worst
+
+
+@dataclass
+class Generation:
+    """A greedy continuation. logprobs: per position, log probability of the chosen token and of the best ones, by token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+
+    def gaps(self) -> list[float]:
+        best = [sorted(entry.values(), reverse=True)[:2] for entry in self.logprobs]
+        return [first - second for first, second in best]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Of log probabilities, in nats, at positions whose contexts are equal: the noise of a pair of configurations."""
+
+    median: float
+    p99: float
+    largest: float
+    positions: int
+
+    @staticmethod
+    def between(got: Sequence[Generation], want: Sequence[Generation]) -> Differences:
+        values = []
+        for mine, theirs in zip(got, want, strict=True):
+            for position, (a, b) in enumerate(zip(mine.logprobs, theirs.logprobs)):
+                values.append(max(abs(a[token] - b[token]) for token in a.keys() & b.keys()) if a.keys() & b.keys() else 0.0)
+                if mine.token_ids[position] != theirs.token_ids[position]:
+                    break
+        cuts = quantiles(values, n=100, method="inclusive") if len(values) > 1 else [max(values, default=0.0)] * 99
+        return Differences(cuts[49], cuts[98], max(values, default=0.0), len(values))
+
+
+_SMALLEST_NOISE = 1e-3  # nats: two configurations that happen to agree bit by bit do not make a control
+
+
+def assert_same_generations(
+    got: Sequence[Generation], want: Sequence[Generation], noise: Differences, label: str = ""
+) -> tuple[Differences, int]:
+    """Check that `got` are the tokens of `want` up to rounding; returns their differences and how many tokens were equal.
+
+    noise: measured between two configurations that differ by rounding alone (other activation dtype, other batch sizes).
+    The pair's own differences may be twice as large, in the median, at the 99th percentile and at most; a token may differ
+    where the reference's two best are closer than twice the largest noise, and the rest of that continuation is not compared.
+    Raises AssertionError with the figures of both.
+    """
+    found = Differences.between(got, want)
+    for name in ("median", "p99", "largest"):
+        allowed = 2 * max(getattr(noise, name), _SMALLEST_NOISE)
+        assert getattr(found, name) <= allowed, f"{label}{name} of {found}, allowed {allowed:.4f} by {noise}"
+    equal = 0
+    for number, (mine, theirs) in enumerate(zip(got, want, strict=True)):
+        limit = max(noise.largest, _SMALLEST_NOISE)
+        name = f"{label}prompt {number}: "
+        equal += assert_same_tokens(mine.token_ids, theirs.token_ids, gaps=theirs.gaps(), noise=limit, label=name)
+    return found, equal

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.comparator import assert_logits_within, assert_same_tokens, top2_gaps
+from tests.comparator import (
+    Differences,
+    Generation,
+    assert_logits_within,
+    assert_same_generations,
+    assert_same_tokens,
+    top2_gaps,
+)
 
 
 def test_exact_equality_is_demanded_without_noise() -> None:
@@ -31,3 +38,27 @@ def test_logits() -> None:
     assert assert_logits_within(logits + 0.01, logits, 0.02) > 0
     with pytest.raises(AssertionError, match="differ by"):
         assert_logits_within(logits + 0.1, logits, 0.02)
+
+
+WANT = [Generation([5, 6, 7], [{5: -0.1, 9: -2.5}, {6: -0.5, 8: -0.6}, {7: -0.2, 1: -3.0}])]
+NOISE = Differences(median=0.03, p99=0.05, largest=0.06, positions=100)
+
+
+def test_generations_may_differ_by_the_measured_noise() -> None:
+    near = [Generation([5, 8, 2], [{5: -0.12, 9: -2.5}, {8: -0.54, 6: -0.55}, {2: -0.1, 3: -4.0}])]
+    found, equal = assert_same_generations(near, WANT, NOISE)
+    assert equal == 1 and found.positions == 2 and found.largest == pytest.approx(0.06)
+
+
+@pytest.mark.parametrize(
+    ("got", "message"),
+    [
+        ([Generation([5, 6, 7], [{5: -0.1}, {6: -0.5}, {7: -0.4}])], "p99 of"),
+        ([Generation([5, 6, 7], [{5: -0.17}, {6: -0.57}, {7: -0.27}])], "median of"),
+        ([Generation([9, 6, 7], [{5: -0.1, 9: -2.5}, {6: -0.5}, {7: -0.2}])], "prompt 0: token 0 is 9"),
+        ([Generation([5, 6], [{5: -0.1}, {6: -0.5}])], "2 tokens, expected 3"),
+    ],
+)
+def test_generations_beyond_the_noise_fail(got: list[Generation], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        assert_same_generations(got, WANT, NOISE)
