@@ -14,7 +14,7 @@ import torch
 
 from engine.llm import LLM
 from engine.sampling_params import SamplingParams
-from tests.comparator import assert_same_tokens
+from tests.comparator import Differences, Generation, assert_same_generations, assert_same_tokens
 from tests.distributed.launched import PYTHON, SMALL, Launched, free_port, torchrun
 from tests.reference_checkpoints import reference_checkpoint
 
@@ -119,10 +119,8 @@ def test_two_gpus(tmp_path: Path, dp: int, tp: int) -> None:
     rng = random.Random(6)
     prompts = [[rng.randrange(3, 2048) for _ in range(rng.randrange(1, 200))] for _ in range(50)]
 
-    def answers(launched: Launched, concurrency: int) -> list[list[dict[str, float]]]:
-        """Per prompt and position: top log probabilities by token text, the chosen one first."""
-
-        def ask(prompt: list[int]) -> list[dict[str, float]]:
+    def answers(launched: Launched, concurrency: int) -> list[Generation]:
+        def ask(prompt: list[int]) -> Generation:
             body = launched.post(
                 "/v1/completions",
                 prompt=prompt,
@@ -134,12 +132,11 @@ def test_two_gpus(tmp_path: Path, dp: int, tp: int) -> None:
             )
             choice = body["choices"][0]
             scores = choice["logprobs"]
-            return [
-                {"token": token, "logprob": logprob, "gap": logprob - min(sorted(top.values(), reverse=True)[:2])}
-                for token, logprob, top in zip(
-                    choice["token_ids"], scores["token_logprobs"], scores["top_logprobs"], strict=True
-                )
-            ]
+            entries = []
+            for token, logprob, top in zip(choice["token_ids"], scores["token_logprobs"], scores["top_logprobs"], strict=True):
+                second = min(sorted(top.values(), reverse=True)[:2])  # by text, so it stands under no token's id
+                entries.append({token: logprob, -1: second})
+            return Generation(choice["token_ids"], entries)
 
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(ask, prompts))
@@ -148,19 +145,7 @@ def test_two_gpus(tmp_path: Path, dp: int, tp: int) -> None:
     with Launched(PYTHON, *options, log=tmp_path / "one") as one:
         one.wait_ready()
         alone, together = answers(one, 1), answers(one, CONCURRENCY)
-    noise = 0.0
-    for first, second in zip(alone, together, strict=True):
-        for a, b in zip(first, second, strict=True):
-            noise = max(noise, abs(a["logprob"] - b["logprob"]))
-            if a["token"] != b["token"]:
-                break
+    noise = Differences.between(together, alone)
     with Launched(PYTHON, *options, "--dp", str(dp), "--tp", str(tp), log=tmp_path / "two") as two:
         two.wait_ready()
-        for number, (got, want) in enumerate(zip(answers(two, CONCURRENCY), alone, strict=True)):
-            assert_same_tokens(
-                [int(entry["token"]) for entry in got],
-                [int(entry["token"]) for entry in want],
-                gaps=[entry["gap"] for entry in want],
-                noise=max(noise, 1e-3),
-                label=f"noise {noise:.3g}, prompt {number}: ",
-            )
+        assert_same_generations(answers(two, CONCURRENCY), alone, noise)
