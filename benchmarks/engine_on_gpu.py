@@ -58,6 +58,10 @@ def llm(**options: object) -> LLM:
     return LLM("demo", device="cuda", cache_memory_bytes=2 << 30, **options)
 
 
+def eager_llm() -> LLM:
+    return llm(cuda_graphs=False, async_scheduling=False)
+
+
 def generate(engine: LLM, texts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], float]:
     torch.cuda.synchronize()
     started = time.perf_counter()
@@ -86,11 +90,10 @@ def compare(got: Sequence[Generation], want: Sequence[Generation], noise: Differ
     }  # fmt: skip
 
 
-def noise_of_batching(texts: Sequence[str], num_tokens: int) -> tuple[list[Generation], Differences]:
-    """Greedy continuations of the eager, synchronous engine, and how far they move when each prompt runs alone."""
-    eager = llm(cuda_graphs=False, async_scheduling=False)
-    together = generations(generate(eager, texts, greedy(num_tokens))[0])
-    alone = [generations(generate(eager, [text], greedy(num_tokens))[0])[0] for text in texts]
+def noise_of_batching(engine: LLM, texts: Sequence[str], num_tokens: int) -> tuple[list[Generation], Differences]:
+    """Greedy continuations, and how far they move when each prompt runs alone."""
+    together = generations(engine.generate(list(texts), greedy(num_tokens), use_tqdm=False))
+    alone = [generations(engine.generate([text], greedy(num_tokens), use_tqdm=False))[0] for text in texts]
     return together, Differences.between(alone, together)
 
 
@@ -111,7 +114,7 @@ def kernels(results: Log) -> None:
 
 
 def graphs(results: Log) -> None:
-    want, noise = noise_of_batching(prompts(20), 96)
+    want, noise = noise_of_batching(eager_llm(), prompts(20), 96)
     started = time.perf_counter()
     free = torch.cuda.mem_get_info()[0]
     captured = llm(async_scheduling=False)
@@ -144,7 +147,7 @@ def speed(results: Log) -> None:
 def mtp(results: Log) -> None:
     engines = {depth: llm(num_speculative_tokens=depth) for depth in (0, 1, 2, 3)}
     texts = prompts(20)
-    want, noise = noise_of_batching(texts, 128)
+    want, noise = noise_of_batching(eager_llm(), texts, 128)
     for depth in (1, 2, 3):
         got = generations(generate(engines[depth], texts, greedy(128))[0])
         results.write(part="mtp", what="equal tokens", depth=depth, **compare(got, want, noise, f"mtp {depth}"))
@@ -173,7 +176,7 @@ def mtp(results: Log) -> None:
 
 def parallel(results: Log) -> None:
     texts = prompts(50)
-    want, noise = noise_of_batching(texts, 64)
+    want, noise = noise_of_batching(eager_llm(), texts, 64)
     for dp, tp in ((2, 1), (1, 2)):
         with Served(dp, tp) as port:
             ask(port, texts[0], 64)
