@@ -7,10 +7,20 @@ submitted before the last one's result is read, decode steps replay CUDA graphs,
 scheduler's own time (benchmarks/scheduler.py) is not in it.
 
 Batches: `--batches`, and where they differ "equal" (the largest that fits the BF16 cache, for both formats) and "largest"
-(that fits each format), all in the same bytes of cache. Every line: step time (median of windows), tokens/s per GPU,
-roofline (sum over parts of the larger of bytes / read rate and FLOPs / matmul rate, measured in this run), each part's time
-alone, host gap (share of a step in which no kernel runs), the largest kernels. One JSON line a case is appended to
-results/decode.jsonl; cases that are there already, for this device and revision, are skipped, so a run that was stopped goes on.
+(that fits each format), all in the same bytes of cache; a batch that is several of these is measured once. Every line: step
+time (median of windows), tokens/s per GPU, roofline (sum over parts of the larger of bytes / read rate and FLOPs / matmul
+rate, measured in this run), each operation's and part's time alone, the largest kernels, and two views of the time in which
+the device waits:
+
+    host_gap         share of a step in which no kernel runs, as the profiler saw it: host, launches, gaps inside the graph
+    host_gap_events  share by which a step is longer than the same steps enqueued behind a sleeping device, host far ahead
+
+At the end of a world come its ratios: at equal batch, attention's own time with the BF16 cache over that with the FP8 cache;
+at equal memory, tokens/s of the largest batches, beside the ratio that the two rooflines allow.
+
+One JSON line a case is appended to results/decode.jsonl; cases that are there already, for this device and revision, are
+skipped, so a run that was stopped goes on. An H200 takes about 3 s a case and 3 s a world (`--quick`: about 50 s); all shapes
+at all contexts are about 90 cases, 5 minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +39,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.records import RESULTS, Records
-from benchmarks.step_parts import Ceilings, Recorder, Timeline, break_down, profile
+from benchmarks.step_parts import Ceilings, Recorder, break_down, component_of, parts_of, profile
 from benchmarks.workloads import SHAPES, fill_random
 from engine.config import EngineConfig, ParallelConfig
 from engine.executor import create_context, resolve_device, resolve_dtype
 from engine.kv_cache import KVCache, bytes_per_token
-from engine.model_runner import ModelRunner
+from engine.model_runner import ModelRunner, PendingStep
 from engine.preflight import choose_device
 from kernels.layout import BLOCK_SIZE, CacheFormat
 from models.causal_lm import CausalLM, load_model
@@ -45,7 +55,9 @@ from tests.engine.plan_driver import Driver
 WORLDS = {"deepseek_v3.1": ("dp=8,tp=1", "dp=4,tp=2", "dp=1,tp=8"), "kimi_k2": ("dp=16,tp=1",), "longcat_flash": ("dp=8,tp=1",)}
 CONTEXTS = (16384, 32768, 65536, 131072)
 FORMATS = ("fp8", "bf16")
-WARM_STEPS, WINDOWS, WINDOW_STEPS, PROFILED_STEPS = 30, 3, 16, 3
+WARM_STEPS, WINDOWS, WINDOW_STEPS, PROFILED_STEPS = 10, 3, 8, 2
+AHEAD_STEPS, SLEEP_CYCLES = 4, 200_000_000  # steps enqueued behind about 0.1 s of sleep, which covers their launches
+KERNELS_KEPT = 40  # of a step's kernels, by time
 HEADROOM = 2 * BLOCK_SIZE  # tokens by which a sequence grows in all of these steps; it ends at its context
 RESERVED_BYTES = 4 << 30  # for graphs, workspaces and the copies that timing the parts makes
 METHOD = (
@@ -56,12 +68,12 @@ METHOD = (
 
 @dataclass(frozen=True)
 class Case:
-    """kind: given, equal or largest; batch: sequences of each replica"""
+    """batch: sequences of each replica; kind: what that number is, words of given, equal and largest"""
 
     fmt: CacheFormat
     context: int
-    kind: str
     batch: int
+    kind: str
 
 
 class Rank:
@@ -98,13 +110,11 @@ class Rank:
         """Formats outermost, since each has its own cache. most: batches are cut to it."""
         for fmt in map(CacheFormat, FORMATS):
             for context in contexts:
-                equal = min(most, self.largest_batch(CacheFormat.BF16, context))
                 largest = min(most, self.largest_batch(fmt, context))
-                yield from (Case(fmt, context, "given", batch) for batch in batches if batch <= largest)
-                if equal:
-                    yield Case(fmt, context, "equal", equal)
-                if largest > equal:
-                    yield Case(fmt, context, "largest", largest)
+                kinds: dict[int, list[str]] = {batch: ["given"] for batch in batches if batch <= largest}
+                kinds.setdefault(min(most, self.largest_batch(CacheFormat.BF16, context)), []).append("equal")
+                kinds.setdefault(largest, []).append("largest")
+                yield from (Case(fmt, context, batch, " ".join(names)) for batch, names in kinds.items() if batch)
 
 
 def least_of_all_ranks(value: int, parallel: ParallelContext, device: torch.device) -> int:
@@ -126,17 +136,38 @@ class Steps:
         # The first step brings every block of the contexts, and the token that nobody sampled.
         self.driver.run([self.driver.step_of(row, [1]) for row in self.rows]).wait()
 
+    def enqueue(self) -> PendingStep:
+        """The next step of all sequences."""
+        return self.driver.run([self.driver.step_of(row) for row in self.rows])
+
     def run(self, count: int) -> float:
         """Seconds of `count` steps, each submitted before the last one's result is read."""
         start, pending = time.perf_counter(), None
         for _ in range(count):
-            following = self.driver.run([self.driver.step_of(row) for row in self.rows])
+            following = self.enqueue()
             if pending is not None:
                 pending.wait()
             pending = following
         if pending is not None:
             pending.wait()
         return time.perf_counter() - start
+
+    def run_ahead(self, count: int) -> tuple[float | None, float]:
+        """(device, host) microseconds a step of `count` steps that the host enqueued while the device slept; None for the
+        device when it woke before the last one was enqueued."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        begin.record()
+        start = time.perf_counter()
+        pending = [self.enqueue() for _ in range(count)]
+        host = time.perf_counter() - start
+        slept = not begin.query()
+        end.record()
+        for step in pending:
+            step.wait()
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end) / count if slept else None, 1e6 * host / count
 
 
 def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[str, Any]:
@@ -148,33 +179,73 @@ def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[
     capture_seconds = steps.runner.capture_graphs(show_progress=False, sizes=[case.batch]) if cuda else 0.0
     steps.run(WARM_STEPS if cuda else 1)
     step_us = 1e6 * statistics.median(steps.run(WINDOW_STEPS) / WINDOW_STEPS for _ in range(WINDOWS if cuda else 1))
-    timeline = profile(lambda: steps.run(1), PROFILED_STEPS) if cuda else Timeline(step_us, [])
     with torch.inference_mode():
-        parts = break_down(recorder.calls, ceilings, case.fmt, rank.device)
+        operations = break_down(recorder.calls, ceilings, case.fmt, rank.device)
+    parts = parts_of(operations)
     roofline_us = sum(part["roofline_us"] for part in parts.values())
     return {
         "step_us": step_us,
         "tokens_per_s_per_gpu": 1e6 * case.batch / rank.parallel.tp / step_us,
         "roofline_us": roofline_us,
         "roofline_share": roofline_us / step_us,
-        "host_gap": max(0.0, 1.0 - timeline.busy_us / step_us),
-        "busy_us": timeline.busy_us,
+        **(waiting(steps, step_us) if cuda else {}),
         "parts": parts,
+        "operations": [asdict(operation) | {"roofline_us": operation.roofline_us} for operation in operations],
         "collectives_share": parts.get("collectives", {"us": 0.0})["us"] / step_us,
-        "kernels": timeline.kernels[:30],
         "capture_seconds": capture_seconds,
     }
 
 
+def waiting(steps: Steps, step_us: float) -> dict[str, Any]:
+    """What a CUDA device does in a step of `step_us`, and how long it waits."""
+    device_us, host_us = steps.run_ahead(AHEAD_STEPS)
+    timeline = profile(lambda: steps.run(1), PROFILED_STEPS)
+    return {
+        "host_gap": max(0.0, 1.0 - timeline.busy_us / step_us),
+        "host_gap_events": None if device_us is None else max(0.0, 1.0 - device_us / step_us),
+        "busy_us": timeline.busy_us,
+        "device_us": device_us,
+        "host_us": host_us,
+        "kernels": [(name, us, launches, component_of(name)) for name, us, launches in timeline.kernels[:KERNELS_KEPT]],
+    }
+
+
+def ratios(lines: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """FP8 cache over BF16 cache at each context of one world, from the lines of its cases."""
+    for context in sorted({line["context"] for line in lines}):
+        found = {(line["format"], kind): line for line in lines if line["context"] == context for kind in line["kind"].split()}
+        fp8, bf16 = (found.get((fmt, "equal")) for fmt in FORMATS)
+        most_fp8, most_bf16 = (found.get((fmt, "largest")) for fmt in FORMATS)
+        if not (fp8 and bf16 and most_fp8 and most_bf16):
+            continue
+        reachable = [line["batch"] / line["roofline_us"] for line in (most_fp8, most_bf16)]
+        yield {
+            "context": context,
+            "equal_batch": fp8["batch"],
+            "attention_ratio": bf16["parts"]["attention"]["us"] / fp8["parts"]["attention"]["us"],
+            "step_ratio": bf16["step_us"] / fp8["step_us"],
+            "largest_batches": [most_fp8["batch"], most_bf16["batch"]],
+            "tokens_ratio": most_fp8["tokens_per_s_per_gpu"] / most_bf16["tokens_per_s_per_gpu"],
+            "roofline_ratio": reachable[0] / reachable[1],
+        }
+
+
 def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: Ceilings) -> None:
-    """All cases of one loaded model."""
-    shape, parallel, cache = Path(rank.config.model).name, rank.parallel, None
+    """All cases of one loaded model, then its ratios."""
+    parallel, cache = rank.parallel, None
+    simulated = rank.config.simulated is not None
+    world = {"shape": Path(rank.config.model).name, "dp": parallel.dp, "tp": parallel.tp, "simulated": simulated}
+    now = {"device": records.state["device"], "git": records.state["git"]}
+    name = f"{'SIMULATED rank of ' if simulated else ''}{world['shape']} dp{parallel.dp} tp{parallel.tp}"
     for case in rank.cases(args.contexts, args.batches, args.most):
-        key = {
-            "figure": "decode", "shape": shape, "dp": parallel.dp, "tp": parallel.tp, "simulated": rank.config.simulated is not None,
-            "format": case.fmt.value, "context": case.context, "kind": case.kind, "batch": case.batch,
-        }  # fmt: skip
-        if records.has(**key, device=records.state["device"], git=records.state["git"]):
+        key = world | {
+            "figure": "decode",
+            "format": case.fmt.value,
+            "context": case.context,
+            "kind": case.kind,
+            "batch": case.batch,
+        }
+        if records.has(**key, **now):
             continue
         if cache is None or cache.format is not case.fmt:
             cache = None
@@ -183,19 +254,30 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
             cache = KVCache.allocate(rank.model_config, case.fmt, blocks, rank.device)
             for layer in cache.layers:
                 fill_random(layer)
+        began = time.perf_counter()
         found = measure(rank, cache, case, ceilings)
         free_memory(rank.device)
         if parallel.rank == 0:
             records.write(
-                **key, **found, read_rate=ceilings.read, bf16_matmul_rate=ceilings.matmul, cache_bytes=rank.cache_bytes,
-                weight_bytes=rank.weight_bytes, load_seconds=rank.load_seconds,
+                **key, **found, read_rate=ceilings.read, bf16_matmul_rate=ceilings.matmul,
+                cache_bytes=rank.cache_bytes, weight_bytes=rank.weight_bytes, load_seconds=rank.load_seconds,
+                case_seconds=time.perf_counter() - began,
             )  # fmt: skip
-            parts = "  ".join(f"{name} {part['us'] / 1e3:.2f}" for name, part in found["parts"].items())
-            label = "SIMULATED rank of " if key["simulated"] else ""
+            parts = "  ".join(f"{part} {sums['us'] / 1e3:.2f}" for part, sums in found["parts"].items())
+            gaps = " / ".join(
+                f"{gap:.3f}" for label in ("host_gap", "host_gap_events") if (gap := found.get(label)) is not None
+            )
             print(
-                f"{label}{shape} dp{parallel.dp} tp{parallel.tp} {case.fmt.value} {case.context} x {case.batch} ({case.kind}): "
-                f"{found['step_us'] / 1e3:.2f} ms, {found['tokens_per_s_per_gpu']:.0f} tokens/s/GPU, roofline {found['roofline_share']:.2f}, "
-                f"gap {found['host_gap']:.3f} | ms alone: {parts}",
+                f"{name} {case.fmt.value} {case.context} x {case.batch} ({case.kind}): {found['step_us'] / 1e3:.2f} ms, "
+                f"{found['tokens_per_s_per_gpu']:.0f} tokens/s/GPU, roofline {found['roofline_share']:.2f}, gap {gaps} | ms alone: {parts}",
+                flush=True,
+            )
+    if parallel.rank == 0:
+        for line in ratios(records.find(**world, figure="decode", **now)):
+            records.write(figure="decode_ratios", **world, **line)
+            print(
+                f"{name} {line['context']}: FP8 over BF16 cache: attention {line['attention_ratio']:.2f}x at batch {line['equal_batch']}; "
+                f"tokens/s {line['tokens_ratio']:.2f}x at the largest batches {line['largest_batches']}, rooflines {line['roofline_ratio']:.2f}x",
                 flush=True,
             )
 
@@ -221,11 +303,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--most", type=int, default=256, metavar="N", help="largest batch (default: 256)")
     parser.add_argument("--cache-memory-bytes", type=int, default=0, metavar="N", help="0: what is free")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--quick", action="store_true", help="DeepSeek-V3.1 DP8 at 32k and 64k: under 3 minutes on an H200")
+    parser.add_argument(
+        "--quick", action="store_true", help="DeepSeek-V3.1 DP8 at 32k, 64k and 128k: about a minute on an H200"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS / "decode.jsonl")
     args = parser.parse_args(argv)
     if args.quick:
-        args.shapes, args.worlds, args.contexts, args.batches = ["deepseek_v3.1"], ["dp=8,tp=1"], [32768, 65536], [16, 24]
+        args.shapes, args.worlds, args.contexts, args.batches = (
+            ["deepseek_v3.1"],
+            ["dp=8,tp=1"],
+            [32768, 65536, 131072],
+            [16, 24],
+        )
     torch.manual_seed(0)
     device = resolve_device(EngineConfig("any", device=args.device))
     if args.real:

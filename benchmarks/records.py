@@ -69,7 +69,11 @@ class Records:
 
     def has(self, **key: Any) -> bool:
         """Whether a line with these fields exists: a run resumes by skipping what it finds."""
-        return any(all(line.get(name) == value for name, value in key.items()) for line in self._known)
+        return bool(self.find(**key))
+
+    def find(self, **key: Any) -> list[dict[str, Any]]:
+        """The lines with these fields, oldest first."""
+        return [line for line in self._known if all(line.get(name) == value for name, value in key.items())]
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -1,14 +1,18 @@
-"""What a decode step is made of: every operation's calls are recorded in one eager step, then timed again, class by class.
+"""What a decode step is made of: every operation's calls are recorded in one eager step, then timed again, one by one.
 
-A class is replayed as one CUDA graph of its calls of all layers in their order, so that each layer's weights and cache come
-from memory as they do in a step. Beside the time stands the roofline: the larger of bytes / read rate and FLOPs / matmul rate.
+An operation (`linear` counts once per shape of weight) is replayed as one CUDA graph of its calls of all layers in their
+order, so that each layer's weights and cache come from memory as they do in a step. Beside the time stands the roofline: the
+larger of bytes / read rate and FLOPs / matmul rate. A part is the sum of its operations.
+
+The profiler tells which kernels ran in a step and when; `component_of` names the part that a kernel belongs to.
 """
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +35,14 @@ PARTS = {
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
     "sampling": ("sample",),
 }
-WARM, MEASURED = 12, 15  # replays; the same on all ranks, whose collectives must pair up
+KERNELS = (  # part -> the start of its kernels' names; the first match counts
+    ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_kv"),
+    ("experts", r"route_|sort_pairs|scatter_|gate_|combine_experts|stream_|router"),
+    ("norms", r"rms_norm"),
+    ("linears", r"product_|finish_|quantize_|silu_mul|nvjet|cutlass|sm90_|gemm|gemv|void cutlass|void gemm|splitk|cublas"),
+    ("collectives", r"nccl"),
+)
+WARM, MEASURED = 5, 7  # replays; the same on all ranks, whose collectives must pair up
 
 
 @dataclass(frozen=True)
@@ -61,12 +72,34 @@ def _host_seconds(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Call:
-    """One recorded call, its work included: bytes that must move and FLOPs, without regard to caches."""
+    """One recorded call, its work included: bytes that must move and FLOPs, without regard to caches.
+
+    name: of the function; label: the name, with the weight's sizes where one function serves several weights
+    """
 
     name: str
+    label: str
     run: Callable[[], object]
     bytes: int
     flops: int
+
+
+@dataclass(frozen=True)
+class Operation:
+    """All calls of one label in a step. us: their time alone; read_us, math_us: what their bytes and FLOPs take at least."""
+
+    name: str
+    part: str
+    calls: int
+    us: float
+    read_us: float
+    math_us: float
+    bytes: int
+    flops: int
+
+    @property
+    def roofline_us(self) -> float:
+        return max(self.read_us, self.math_us)
 
 
 @dataclass
@@ -102,7 +135,7 @@ class Recorder:
             finally:
                 self._inside = False
             moved, flops = _work(name, args, kwargs, result)
-            self.calls.append(Call(name, lambda: original(*args, **kwargs), moved, flops))
+            self.calls.append(Call(name, _label(name, args), lambda: original(*args, **kwargs), moved, flops))
             return result
 
         return call
@@ -123,6 +156,16 @@ def _bytes(*values: Any) -> int:
 
 def _size(weight: torch.Tensor | BlockScaledWeight) -> torch.Size:
     return weight.data.shape if isinstance(weight, BlockScaledWeight) else weight.shape
+
+
+def _label(name: str, args: tuple[Any, ...]) -> str:
+    match name:
+        case "linear" | "gated_mlp":
+            rows, columns = _size(args[1])
+            return f"{name} {columns} to {rows if name == 'linear' else rows // 2}"
+        case "bmm" | "mm":
+            return f"{name} {args[1].shape[-2]} to {args[1].shape[-1]}"
+    return name
 
 
 def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[int, int]:
@@ -185,24 +228,40 @@ def replay_us(calls: list[Callable[[], object]], device: torch.device) -> float:
     return statistics.median(samples[WARM:])
 
 
-def break_down(calls: list[Call], ceilings: Ceilings, fmt: CacheFormat, device: torch.device) -> dict[str, dict[str, float]]:
-    """Per part: calls, us alone, roofline_us, bytes, flops. Attention in BF16 has the BF16 matmul rate, all else FP8's."""
-    found = {}
+def break_down(calls: list[Call], ceilings: Ceilings, fmt: CacheFormat, device: torch.device) -> list[Operation]:
+    """The step's operations, part by part. Attention in BF16 has the BF16 matmul rate, all else FP8's."""
+    found = []
     for part, names in PARTS.items():
-        chosen = [call for call in calls if call.name in names]
-        if not chosen:
-            continue
-        moved, flops = sum(call.bytes for call in chosen), sum(call.flops for call in chosen)
+        labels = list(dict.fromkeys(call.label for name in names for call in calls if call.name == name))
         exact = part == "attention" and fmt is not CacheFormat.FP8
         rate = ceilings.matmul * (1.0 if exact else FP8_OVER_BF16)
-        found[part] = {
-            "calls": len(chosen),
-            "us": replay_us([call.run for call in chosen], device),
-            "roofline_us": 1e6 * max(moved / ceilings.read, flops / rate),
-            "bytes": moved,
-            "flops": flops,
-        }
+        for label in labels:
+            chosen = [call for call in calls if call.label == label]
+            moved, flops = sum(call.bytes for call in chosen), sum(call.flops for call in chosen)
+            us = replay_us([call.run for call in chosen], device)
+            times = 1e6 * moved / ceilings.read, 1e6 * flops / rate
+            found.append(Operation(label, part, len(chosen), us, *times, moved, flops))
     return found
+
+
+def parts_of(operations: list[Operation]) -> dict[str, dict[str, float]]:
+    """Sums over each part's operations; roofline_us is the larger of the summed bytes' time and the summed FLOPs' time, which
+    is never more than the sum of the operations' rooflines."""
+    found: dict[str, dict[str, float]] = {}
+    for name in PARTS:
+        if chosen := [operation for operation in operations if operation.part == name]:
+            sums = {key: sum(getattr(o, key) for o in chosen) for key in ("calls", "us", "bytes", "flops")}
+            found[name] = sums | {"roofline_us": max(sum(o.read_us for o in chosen), sum(o.math_us for o in chosen))}
+    return found
+
+
+@dataclass(frozen=True)
+class Span:
+    """One kernel or copy on the device, in microseconds of one clock."""
+
+    name: str
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -212,23 +271,40 @@ class Timeline:
     busy_us: float
     kernels: list[tuple[str, float, float]]
 
+    @staticmethod
+    def of(spans: list[Span], steps: int) -> Timeline:
+        """Raises RuntimeError without spans: a step without a kernel is a profiler that saw nothing."""
+        if not spans:
+            raise RuntimeError("the profiler saw no kernel: is CUPTI there, and does another profiler hold it?")
+        sums: dict[str, tuple[float, int]] = {}
+        for span in spans:
+            us, count = sums.get(span.name, (0.0, 0))
+            sums[span.name] = (us + span.end - span.begin, count + 1)
+        ranked = sorted(((name, us / steps, count / steps) for name, (us, count) in sums.items()), key=lambda item: -item[1])
+        return Timeline(covered([(span.begin, span.end) for span in spans]) / steps, ranked)
+
 
 def profile(step: Callable[[], object], steps: int) -> Timeline:
-    """Run `step` `steps` times under the profiler of a CUDA device."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    """Run `step` `steps` times under the profiler of a CUDA device. Kernels of replayed graphs are seen one by one."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    spans: list[tuple[float, float]] = []
-    sums: dict[str, tuple[float, int]] = {}
-    for event in profiler.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            begin, end = event.time_range.start, event.time_range.end
-            spans.append((begin, end))
-            us, count = sums.get(event.name, (0.0, 0))
-            sums[event.name] = (us + end - begin, count + 1)
-    ranked = sorted(((name, us / steps, count / steps) for name, (us, count) in sums.items()), key=lambda item: -item[1])
-    return Timeline(covered(spans) / steps, ranked)
+    return Timeline.of(spans_on(profiler.events(), torch.autograd.DeviceType.CUDA), steps)
+
+
+def spans_on(events: Iterable[Any], device: torch.autograd.DeviceType) -> list[Span]:
+    """The profiler's events of one kind of device. Its enum makes a new object at every read: values compare, identities never."""
+    return [
+        Span(event.name, event.time_range.start, event.time_range.end)
+        for event in events
+        if event.device_type == device and not getattr(event, "is_user_annotation", False)  # torch 2.11 may not say
+    ]
+
+
+def component_of(kernel: str) -> str:
+    """The part a kernel's time belongs to; "other" for torch's copies, fills and index operations, and for sampling."""
+    return next((part for part, pattern in KERNELS if re.match(pattern, kernel)), "other")
 
 
 def covered(spans: list[tuple[float, float]]) -> float:

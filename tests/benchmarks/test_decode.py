@@ -47,15 +47,19 @@ def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pyte
     arguments += ["--device", "cpu", "--cache-memory-bytes", str(CACHE_BYTES), "--output", str(output)]
     decode.main(arguments)
     lines = read(output)
-    assert {(line["format"], line["context"], line["kind"]) for line in lines} >= {
-        (fmt, context, kind) for fmt in ("fp8", "bf16") for context in (256, 512) for kind in ("given", "equal")
+    cases, summaries = [line for line in lines if line["figure"] == "decode"], [x for x in lines if x["figure"] != "decode"]
+    assert {(line["format"], line["context"], kind) for line in cases for kind in line["kind"].split()} == {
+        (fmt, context, kind) for fmt in ("fp8", "bf16") for context in (256, 512) for kind in ("given", "equal", "largest")
     }
+    assert [(line["figure"], line["context"]) for line in summaries] == [("decode_ratios", 256), ("decode_ratios", 512)]
     printed = capsys.readouterr()
     assert "SIMULATED rank of tiny" in printed.out and "SIMULATION" in printed.err
-    for line in lines:
+    for line in cases:
         assert line["simulated"] is True and (line["dp"], line["tp"]) == (2, 2)
         parts = line["parts"]
         assert set(parts) == {"attention", "linears", "experts", "norms", "collectives", "sampling"}
+        for name, part in parts.items():
+            assert part["us"] == pytest.approx(sum(one["us"] for one in line["operations"] if one["part"] == name))
         assert line["roofline_us"] == pytest.approx(sum(part["roofline_us"] for part in parts.values()))
         assert line["tokens_per_s_per_gpu"] == pytest.approx(1e6 * line["batch"] / 2 / line["step_us"])
         # 2 layers; a sequence has grown by the first step and the recorded one
@@ -66,21 +70,102 @@ def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pyte
         rows = -(-line["batch"] // 2)  # in the one MoE layer each of the tp ranks routes its share
         assert parts["experts"]["flops"] == 2 * rows * 8 * 3 * 64 * 64 + 2 * rows * 64 * 16
     decode.main(arguments)
-    assert len(read(output)) == len(lines), "a second run finds its cases done"
+    again = read(output)
+    assert [line for line in again if line["figure"] == "decode"] == cases, "a second run finds its cases done"
 
 
 def test_largest_batch_fills_the_cache(tiny: Path) -> None:
     """Equal bytes hold 1152 / 644 times the sequences in FP8."""
     rank = decode.Rank(decode.engine_config(tiny, "dp=2,tp=1", real=False), torch.device("cpu"), CACHE_BYTES)
-    kinds = {(case.fmt.value, case.kind): case.batch for case in rank.cases([512], [2], 100)}
-    assert kinds["fp8", "equal"] == kinds["bf16", "equal"] == (CACHE_BYTES // (64 * 2 * 1152) - 1) // 8
-    assert kinds["fp8", "largest"] == (CACHE_BYTES // (64 * 2 * 644) - 1) // 8
-    assert ("bf16", "largest") not in kinds
+    cases = {case.fmt.value: {} for case in rank.cases([512], [2], 100)}
+    for case in rank.cases([512], [2], 100):
+        cases[case.fmt.value][case.kind] = case.batch
+    equal, largest = ((CACHE_BYTES // (64 * 2 * size) - 1) // 8 for size in (1152, 644))
+    assert cases == {
+        "fp8": {"given": 2, "equal": equal, "largest": largest},
+        "bf16": {"given": 2, "equal largest": equal},
+    }
+
+
+def test_a_batch_of_several_kinds_is_measured_once(tiny: Path) -> None:
+    rank = decode.Rank(decode.engine_config(tiny, "dp=2,tp=1", real=False), torch.device("cpu"), CACHE_BYTES)
+    cases = [(case.fmt.value, case.kind, case.batch) for case in rank.cases([512], [2], 2)]
+    assert cases == [("fp8", "given equal largest", 2), ("bf16", "given equal largest", 2)]
+
+
+def test_ratios_compare_equal_batches_and_equal_memory() -> None:
+    def line(fmt: str, kind: str, batch: int, step_us: float, roofline_us: float, attention_us: float) -> dict:
+        return {
+            "format": fmt, "kind": kind, "batch": batch, "context": 65536, "step_us": step_us, "roofline_us": roofline_us,
+            "tokens_per_s_per_gpu": 1e6 * batch / step_us, "parts": {"attention": {"us": attention_us}},
+        }  # fmt: skip
+
+    lines = [
+        line("fp8", "equal", 9, 40e3, 30e3, 12e3),
+        line("fp8", "given largest", 16, 50e3, 40e3, 20e3),
+        line("bf16", "equal largest", 9, 50e3, 36e3, 18e3),
+    ]
+    (found,) = decode.ratios(lines)
+    assert found["attention_ratio"] == pytest.approx(1.5) and found["step_ratio"] == pytest.approx(1.25)
+    assert found["tokens_ratio"] == pytest.approx(16 / 9) and found["roofline_ratio"] == pytest.approx(16 / 40 * 36 / 9)
+    assert found["equal_batch"] == 9 and found["largest_batches"] == [16, 9]
+    assert not list(decode.ratios(lines[:2])), "without the other format there is nothing to compare"
 
 
 def test_overlapping_kernels_count_once() -> None:
     assert step_parts.covered([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
     assert step_parts.covered([]) == 0
+
+
+def test_a_profile_counts_kernels_and_the_time_they_cover() -> None:
+    spans = [step_parts.Span(name, begin, end) for name, begin, end in (("a", 0, 4), ("b", 3, 5), ("a", 10, 12), ("b", 12, 13))]
+    timeline = step_parts.Timeline.of(spans, steps=2)
+    assert timeline.busy_us == 4 and timeline.kernels == [("a", 3.0, 1.0), ("b", 1.5, 1.0)]
+
+
+def test_a_profiler_that_saw_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        step_parts.Timeline.of([], steps=3)
+
+
+def test_the_profiler_s_events_of_a_device_are_found() -> None:
+    """On a CPU the CPU's own events: the enum of devices is a new object at every read."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    spans = step_parts.spans_on(profiler.events(), torch.autograd.DeviceType.CPU)
+    assert "aten::mm" in {span.name for span in spans} and all(span.begin <= span.end for span in spans)
+    assert step_parts.spans_on(profiler.events(), torch.autograd.DeviceType.CUDA) == []
+
+
+@pytest.mark.cuda
+def test_kernels_of_a_replayed_graph_are_profiled_one_by_one() -> None:
+    x = torch.randn(512, 512, device="cuda")
+    (x @ x).relu()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (x @ x).relu()
+    timeline = step_parts.profile(graph.replay, steps=3)
+    assert sum(launches for _, _, launches in timeline.kernels) == 2 and timeline.busy_us > 0
+
+
+def test_every_operation_of_a_decode_step_belongs_to_a_part() -> None:
+    """A new operation must be named in PARTS, or its time and bytes would be missing from the roofline."""
+    from kernels.reference import OPS
+
+    only_prefill = {"prefill_attention", "merge_attention", "fetch_dequant", "rope", "silu_and_mul"}
+    assert set(OPS) - only_prefill <= {name for names in step_parts.PARTS.values() for name in names}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("mla_decode_fp8", "attention"), ("quantize_q_bf16_fp8", "attention"), ("quantize_bf16", "linears"),
+        ("stream_fp8_16", "experts"), ("rms_norm_quantize", "norms"), ("nvjet_sm90_tst_64x8", "linears"),
+        ("ncclDevKernel_AllGather_RING_LL", "collectives"), ("void at::native::vectorized_elementwise_kernel<4>", "other"),
+    ],
+)  # fmt: skip
+def test_kernels_belong_to_parts(kernel: str, part: str) -> None:
+    assert step_parts.component_of(kernel) == part
 
 
 def test_every_shape_has_a_deployment() -> None:
