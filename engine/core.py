@@ -108,12 +108,11 @@ class EngineCore:
         self._in_step = True
         started = time.perf_counter()
         submitted = False
-        if not self._scheduler.must_wait:
-            plan = self._scheduler.schedule(prefill=not self._lockstep or self._executor.agreement.prefill_next)
-            if self._lockstep or not plan.is_empty:
-                self._executor.submit(plan)
-                self._plans.append(plan)
-                submitted = True
+        plan = self._scheduler.schedule(prefill=not self._lockstep or self._executor.agreement.prefill_next)
+        if self._lockstep or not plan.is_empty:
+            self._executor.submit(plan)
+            self._plans.append(plan)
+            submitted = True
         outputs: list[TokenOutput | RequestFailed] = []
         if self._plans and (len(self._plans) >= self._depth or not submitted):
             result = self._executor.collect()

@@ -50,8 +50,14 @@ class FidelityProbe:
         self._rows: torch.Tensor | None = None  # decode sequences of this step to compare, and their shadows
         self._shadow_rows: torch.Tensor | None = None
 
-    def follow(self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, live: np.ndarray) -> None:
-        """Take a step: which lines go into shadows, which sequences are compared. rows, positions, live: [T] of its lines."""
+    def follow(
+        self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, live: np.ndarray, ahead: torch.Tensor | None
+    ) -> None:
+        """Take a step: which lines go into shadows, which sequences are compared. rows, positions, live: [T] of its lines.
+
+        ahead: int64 [decode sequences], how much further their lines are than `positions` says; None if no further
+        """
+        most_ahead = max((step.drafts_in_flight for step in plan.decodes), default=0)
         for row in (*plan.freed_rows, *(new.row for new in plan.new_sequences)):
             self._shadow_of.pop(row, None)
         for step in plan.prefills:
@@ -62,7 +68,7 @@ class FidelityProbe:
         slots = np.full(len(rows), -1, dtype=np.int64)
         for row, shadow in list(self._shadow_of.items()):
             mine = (rows == row) & live
-            if mine.any() and positions[mine].max() >= self._capacity:
+            if mine.any() and positions[mine].max() + most_ahead >= self._capacity:
                 del self._shadow_of[row]
             else:
                 slots[mine] = shadow * self._capacity + positions[mine]
@@ -73,6 +79,9 @@ class FidelityProbe:
         pairs = np.array(followed, dtype=np.int64).reshape(-1, 2) if self.comparing else np.zeros((0, 2), np.int64)
         moved, of_batch, of_shadow = to_device([slots, pairs[:, 0].copy(), pairs[:, 1].copy()], self._device)
         self._slots[: len(slots)].copy_(moved)
+        if ahead is not None:
+            lines = self._slots[: len(ahead) * plan.query_len].view(len(ahead), -1)
+            lines += torch.where(lines >= 0, ahead[:, None], 0)
         self._slots[len(slots) :].fill_(-1)
         self._rows, self._shadow_rows = (of_batch, of_shadow) if len(pairs) else (None, None)
 

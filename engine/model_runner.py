@@ -21,7 +21,7 @@ from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
 from engine.sampler import TokenScores, sample, score
 from engine.sampling_state import Matcher, SamplingState
-from engine.speculative import Drafter, DraftRows, count_accepted
+from engine.speculative import DecodeLines, Drafter, DraftRows, count_accepted
 from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
@@ -186,6 +186,7 @@ class ModelRunner:
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._block_table = torch.full((max_num_seqs, max_blocks), cache.null_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # drafts, in the row's last verification
         self._leads = parallel.tp_rank == 0
         self._sampling = SamplingState(self._vocab_size, device, matcher)
         self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
@@ -287,6 +288,7 @@ class ModelRunner:
         last = torch.cat((targets.gather(1, accepted[:, None])[:, 0], tokens[num_lines:]))
         rows = torch.cat((inputs.sample_rows[:num_lines:query_len], inputs.sample_rows[num_lines:]))
         self._last_tokens.index_copy_(0, rows, last.clamp(min=0))
+        self._accepted.index_copy_(0, rows[: len(accepted)], accepted)
         return accepted
 
     def _draft(
@@ -355,6 +357,7 @@ class ModelRunner:
         prefill_rows = np.array([step.row for step in prefills], dtype=np.int64)
         first_lines = np.concatenate((np.arange(0, num_lines, query_len), (chunk_ends - 1)[sampled]))  # of each sequence
         draft_rows = token_rows[first_lines]
+        ahead = np.array([step.drafts_in_flight > 0 for step in decodes], dtype=np.int64)
 
         arrays = [
             ids, positions, slots,
@@ -369,7 +372,7 @@ class ModelRunner:
             arrays += [live, (num_drafts + 1).astype(np.int32)]
         if self._drafter is not None:
             num_slots = np.minimum(self._num_blocks[draft_rows] * BLOCK_SIZE, self._max_model_len)
-            arrays += [_next_ids_of(plan), first_lines, draft_rows, positions[first_lines], num_slots]
+            arrays += [_next_ids_of(plan), first_lines, draft_rows, positions[first_lines], num_slots, ahead]
         moved = to_device(arrays, self.device)
         d_ids, d_positions, d_slots, d_decode_rows, d_seq_lens, d_num_drafts, d_prefill_rows, cu_lens_q = moved[:8]
         sample_index, sample_rows, sample_positions, table_rows, table_columns, table_blocks = moved[8:14]
@@ -377,6 +380,23 @@ class ModelRunner:
         row_mask, num_query = (rest.pop(0), rest.pop(0)) if query_len > 1 else (None, None)
 
         self._block_table.index_put_((table_rows, table_columns), table_blocks)
+        decode_table = self._table_of(d_decode_rows, decode_rows)
+        next_ids = rows = d_ahead = None
+        if self._drafter is not None:
+            next_ids, d_lines, d_rows, d_starts, d_num_slots, d_ahead = rest
+            if ahead.any():
+                # Of these sequences the plan knows a lower bound, the device how many drafts came on top.
+                d_ahead = d_ahead * self._accepted.index_select(0, d_decode_rows)
+                d_starts = torch.cat((d_starts[:num_decodes] + d_ahead, d_starts[num_decodes:]))
+                at = DecodeLines.at(d_starts[:num_decodes], d_num_drafts, d_num_slots[:num_decodes], decode_table, query_len)
+                d_seq_lens, d_num_drafts = at.seq_lens, at.num_drafts
+                d_positions = torch.cat((at.positions.flatten(), d_positions[num_lines:]))
+                d_slots = torch.cat((at.slots.flatten(), d_slots[num_lines:]))
+                sample_positions = torch.cat((at.positions.flatten() + 1, sample_positions[num_lines:]))
+                if row_mask is not None:
+                    row_mask = torch.cat((at.live.flatten(), row_mask[num_lines:]))
+                    num_query = (d_num_drafts + 1).to(torch.int32)
+            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
         # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
         lines = d_ids[:num_lines].view(num_decodes, query_len)
         known = lines[:, 0]
@@ -401,7 +421,7 @@ class ModelRunner:
             num_decode_seqs=num_decodes,
             query_len=query_len,
             slots=d_slots,
-            block_table=self._table_of(d_decode_rows, decode_rows),
+            block_table=decode_table,
             seq_lens=d_seq_lens,
             num_query=num_query,
             decode_plan=decode_plan,
@@ -409,14 +429,10 @@ class ModelRunner:
         )
         ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
         if self._probe is not None:
-            self._probe.follow(plan, token_rows, positions, live)
+            self._probe.follow(plan, token_rows, positions, live, d_ahead if ahead.any() else None)
         batch = ForwardBatch(
             d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows, probe=self._probe
         )
-        next_ids = rows = None
-        if self._drafter is not None:
-            next_ids, d_lines, d_rows, d_starts, d_num_slots = rest
-            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
         return _Inputs(
             batch, sample_index, sample_rows, sample_positions, drafts, d_num_drafts if query_len > 1 else None, next_ids, rows
         )

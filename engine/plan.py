@@ -41,6 +41,8 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     new_blocks: block ids to append to the row's block table
     sample: logits of the last token are sampled (False inside a chunked prompt)
     num_drafts: draft tokens to verify (rows of a decode sequence: 1 + num_drafts)
+    drafts_in_flight: drafts of this sequence's step before, whose result the plan does not know yet: num_computed is then
+        a lower bound, to which the rank adds those it accepted
     prompt_logprobs: logits of every token are scored against next_token_ids
     next_token_ids: for prompt_logprobs, and for the draft layer under speculation: the known tokens that follow each token
         of the chunk; one fewer than token_ids where the chunk's last token is the last known one
@@ -54,6 +56,7 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
     num_drafts: int = 0
     prompt_logprobs: int | None = None
     next_token_ids: list[int] = []
+    drafts_in_flight: int = 0
 
     @property
     def num_tokens(self) -> int:

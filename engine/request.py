@@ -35,8 +35,9 @@ class Request:
     """A live request. Only the scheduler changes it.
 
     token_ids: prompt, then output tokens the host knows; an array, which the garbage collector need not walk
-    num_pending: tokens beyond these that a step in flight has sampled on the device (0 or 1)
-    num_computed: tokens in the cache once all steps scheduled so far are done. Prefill, decode and resumption after a
+    num_pending: tokens beyond these that the step in flight has sampled on the device for certain (0 or 1)
+    drafts_in_flight: drafts that the step scheduled last verifies; any number of them may be accepted
+    num_computed: tokens in the cache once all steps scheduled so far are done, should no draft be accepted. Prefill, decode and resumption after a
         preemption are all "known plus pending minus computed"
     decoding: the ranks hold this row's last token, so a step need not carry it
     stop_ids: tokens that end it once there are more than first_stop tokens, prompt included
@@ -52,6 +53,7 @@ class Request:
         "block_ids",
         "decoding",
         "digests",
+        "drafts_in_flight",
         "eos_token_ids",
         "first_stop",
         "first_token_time",
@@ -114,6 +116,7 @@ class Request:
         self.num_registered = 0
         self.num_computed = 0
         self.num_pending = 0
+        self.drafts_in_flight = 0
         self.decoding = False
         self.num_skips = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None if params.prompt_logprobs is None else [None]

@@ -27,10 +27,9 @@ never again receives a write. Results carry rows, so each plan in flight remembe
 that was preempted meanwhile is still waiting when the result comes, because nothing preempted is admitted in the same
 `schedule`: its tokens count, its blocks are gone.
 
-Under speculation a step adds 1 to 1 + num_drafts tokens, which the host learns from the result. Until then the
-sequence's next position is unknown here, so while drafts are in flight `schedule` returns an empty plan (`must_wait`). All
-rows wait together: waiting row by row would split the batch in two halves that take turns. Lengths that stay on the
-device would lift this; num_computed of a SequenceStep would become a lower bound, the rest stays as it is.
+Under speculation a step adds 1 to 1 + num_drafts tokens, which the host learns from the result. A plan made before it
+counts on one: num_computed is a lower bound, to which the ranks add what they accepted, and there are slots for the most
+that can be. Such a sequence may have ended already, by a stop token or by length; what it computes then is dropped.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ class _InFlight:
 
     step: int
     requests: list[Request]
-    has_drafts: bool
 
 
 @dataclass(slots=True)
@@ -168,11 +166,6 @@ class Scheduler:
         """Whether any request still waits for its terminal message."""
         return bool(self._requests)
 
-    @property
-    def must_wait(self) -> bool:
-        """Whether drafts are in flight, so that the next positions are not known and `schedule` could plan nothing."""
-        return any(flight.has_drafts for flight in self._in_flight)
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes that no live request uses."""
         self._blocks.reset_prefix_cache()
@@ -189,8 +182,6 @@ class Scheduler:
         """
         if len(self._in_flight) > 1:
             raise RuntimeError("two steps are in flight: update with the older one's result first")
-        if self.must_wait:
-            return StepPlan(step=self._num_steps)
         decodes, requests, prefilling, settled = self._plan_decodes()
         num_drafts = sum(step.num_drafts for step in decodes) if self._num_speculative_tokens else 0
         budget = self._config.max_num_batched_tokens - len(decodes) - num_drafts
@@ -219,7 +210,7 @@ class Scheduler:
             wants_prefill=wants_prefill,
         )
         self._freed_rows = []
-        self._in_flight.append(_InFlight(self._num_steps, requests, num_drafts > 0))
+        self._in_flight.append(_InFlight(self._num_steps, requests))
         self._num_steps += 1
         return plan
 
@@ -243,19 +234,21 @@ class Scheduler:
             drafts = min(request.max_drafts, self._draft_depth)
             if drafts >= left:
                 drafts = left - 1
-            slots = min(start + 1 + drafts + self._draft_slots, request.max_total_tokens)
+            unknown = request.drafts_in_flight if pending else 0
+            slots = min(start + unknown + 1 + drafts + self._draft_slots, request.max_total_tokens)
             if slots > len(request.block_ids) * BLOCK_SIZE:
                 num_preemptions = self._num_preemptions
                 new_blocks = self._grow(request, slots)
                 settled = settled and new_blocks is not None and num_preemptions == self._num_preemptions
                 if new_blocks is None:
                     continue
-                steps.append(SequenceStep(request.row, start, [], new_blocks, True, drafts))
+                steps.append(SequenceStep(request.row, start, [], new_blocks, num_drafts=drafts, drafts_in_flight=unknown))
             else:
-                steps.append(SequenceStep(request.row, start, num_drafts=drafts))
+                steps.append(SequenceStep(request.row, start, num_drafts=drafts, drafts_in_flight=unknown))
             # Accepted drafts are added by `update`; a rejected one leaves nothing behind but slots that are written again.
             request.num_computed = start + 1
             request.num_pending = pending + 1
+            request.drafts_in_flight = drafts
             requests.append(request)
         return steps, requests, prefilling, settled
 
@@ -381,6 +374,7 @@ class Scheduler:
         if last:
             request.decoding = True
             request.num_pending = 1
+            request.drafts_in_flight = 0
         return SequenceStep(
             row=request.row,
             num_computed=start,
@@ -445,7 +439,7 @@ class Scheduler:
         if request.state is _RUNNING:
             request.num_pending -= 1
             request.num_computed += kept - 1
-            num_valid = step.num_computed + (len(step.token_ids) or kept)
+            num_valid = len(request.token_ids) - 1  # the last token is not computed yet
             if num_valid // BLOCK_SIZE > request.num_registered:
                 self._register(request, num_valid)
         if finish_reason is not None:

@@ -32,6 +32,40 @@ def count_accepted(targets: torch.Tensor, drafts: torch.Tensor, num_drafts: torc
 
 
 @dataclass(frozen=True)
+class DecodeLines:
+    """Where the lines of B decode sequences stand, S lines each.
+
+    positions: int64 [B, S], padding stays at the last live position; slots: int64 [B, S], -1 on padding
+    live: bool [B, S]; seq_lens: int32 [B]; num_drafts: int64 [B]
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    live: torch.Tensor
+    seq_lens: torch.Tensor
+    num_drafts: torch.Tensor
+
+    @staticmethod
+    def at(
+        starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
+    ) -> DecodeLines:
+        """Lines of sequences whose first positions only the device knows.
+
+        starts: int64 [B]; num_drafts: int64 [B] planned; num_slots: int64 [B] slots of each sequence; block_table: int32
+        A sequence that has ended without the planner knowing may start behind its slots or reach beyond them: lines there
+        are not live, and their tokens are dropped.
+        """
+        num_drafts = torch.minimum(num_drafts, num_slots - 1 - starts).clamp_(min=0)
+        first = torch.minimum(starts, num_slots - 1)
+        offsets = torch.arange(query_len, device=starts.device)
+        positions = first[:, None] + torch.minimum(offsets, num_drafts[:, None])
+        live = (offsets <= num_drafts[:, None]) & (starts < num_slots)[:, None]
+        blocks = block_table.gather(1, positions // BLOCK_SIZE).long()
+        slots = torch.where(live, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, -1)
+        return DecodeLines(positions, slots, live, (first + 1 + num_drafts).to(torch.int32), num_drafts)
+
+
+@dataclass(frozen=True)
 class DraftRows:
     """The sequences that just got a token, and where their next drafts start. All [n] but the table.
 

@@ -128,17 +128,23 @@ class FakeDevice:
         row = self.rows[step.row]
         row.table += step.new_blocks
         assert step.sample and not step.token_ids and row.last is not None
-        assert step.num_computed == row.num_computed, "the scheduler and the device disagree about the length"
+        start = row.num_computed
+        assert start is not None
+        unknown = start - step.num_computed
+        assert 0 <= unknown <= step.drafts_in_flight, "the scheduler and the device disagree about the length"
         assert step.num_computed + step.num_drafts < self.limit
-        drafts = row.drafts[: step.num_drafts]
-        assert len(drafts) == step.num_drafts
-        context = self._write(row, step.num_computed, [row.last, *drafts])
+        room = min(len(row.table) * BLOCK_SIZE, self.limit) - start
+        if room <= 0:  # it has ended: what it samples is dropped
+            return RowResult(step.row, [0])
+        drafts = row.drafts[: min(step.num_drafts, room - 1)]
+        assert len(drafts) == min(step.num_drafts, room - 1)
+        context = self._write(row, start, [row.last, *drafts])
         tokens: list[int] = []
-        for accepted in range(step.num_drafts + 1):
-            tokens.append(self._sample(row, context[: step.num_computed + 1 + accepted]))
-            if accepted < step.num_drafts and drafts[accepted] != tokens[-1]:
+        for accepted in range(len(drafts) + 1):
+            tokens.append(self._sample(row, context[: start + 1 + accepted]))
+            if accepted < len(drafts) and drafts[accepted] != tokens[-1]:
                 break
-        row.num_computed = step.num_computed + len(tokens)
+        row.num_computed = start + len(tokens)
         row.last = tokens[-1]
         self._propose(row, [*context[: row.num_computed], row.last])
         return self._finish(step, row, tokens)

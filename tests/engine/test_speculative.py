@@ -14,7 +14,7 @@ from engine.core import EngineCore
 from engine.llm import build_core
 from engine.messages import AddRequest, RequestFailed, TokenLogprob
 from engine.sampling_params import SamplingParams
-from engine.speculative import count_accepted
+from engine.speculative import DecodeLines, count_accepted
 from tests.comparator import assert_same_tokens
 from tests.reference_checkpoints import reference_checkpoint
 
@@ -31,14 +31,15 @@ class Outcome:
     accepted: int = 0
 
 
-def engine(variant: str, depth: int, **scheduler: int) -> EngineCore:
+def engine(variant: str, depth: int, *, asynchronous: bool = False, **scheduler: int) -> EngineCore:
     blocks = scheduler.pop("num_cache_blocks", 0)
     config = EngineConfig(
         model=str(reference_checkpoint(variant)), dtype="float32", cache_format="fp32", device="cpu", max_model_len=640,
         num_cache_blocks=blocks, num_speculative_tokens=depth, scheduler=SchedulerConfig(**scheduler),
     )  # fmt: skip
     core, _ = build_core(config)
-    return core
+    # A CPU runs its steps at once and never needs to overlap them; that plans come before results is what counts here.
+    return EngineCore(core._scheduler, core._executor, asynchronous=asynchronous)
 
 
 def run(core: EngineCore, requests: dict[str, tuple[Sequence[int], SamplingParams]], arrivals: int = 4) -> dict[str, Outcome]:
@@ -127,17 +128,19 @@ def assert_equal(got: dict[str, Outcome], want: dict[str, Outcome], requests) ->
             assert max(gaps) < 1e-3
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("variant", FAMILIES)
-def test_same_tokens_with_the_model_s_own_head(variant: str) -> None:
+def test_same_tokens_with_the_model_s_own_head(variant: str, asynchronous: bool) -> None:
     """Reports M07, M08, M10, M11, M12, M14, M15, M16: counts, minimum, penalties and logprobs are those of the plain path."""
     requests = workload()
     plain = run(engine(variant, 0), requests)
     for depth in (1, 3):
-        core = engine(variant, depth)
+        core = engine(variant, depth, asynchronous=asynchronous)
         assert_equal(run(core, requests), plain, requests)
         assert core.stats().spec_draft_tokens > 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("variant", FAMILIES)
 @pytest.mark.parametrize(
     "scheduler",
@@ -148,14 +151,14 @@ def test_same_tokens_with_the_model_s_own_head(variant: str) -> None:
     ],
     ids=["chunks", "preemption", "adaptive"],
 )
-def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[str, int]) -> None:
+def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[str, int], asynchronous: bool) -> None:
     """Long accepted runs cross block borders, stop tokens, max_tokens and preemptions. Reports M02, M13: ends at the same
     token, and no slot of a rejected draft is lost."""
     requests = workload(seed=1)
     plain = run(engine(variant, 0, **scheduler), requests)
     truth = {name: outcome.token_ids for name, outcome in plain.items()}
     for depth, wrong_every in ((1, 1000), (3, 4)):
-        core = engine(variant, depth, **scheduler)
+        core = engine(variant, depth, asynchronous=asynchronous, **scheduler)
         oracle(core, truth, {name: len(prompt) for name, (prompt, _) in requests.items()}, wrong_every)
         got = run(core, requests)
         assert_equal(got, plain, requests)
@@ -168,6 +171,17 @@ def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[st
 
 def core_steps(plain: dict[str, Outcome]) -> int:
     return sum(len(outcome.token_ids) for outcome in plain.values())
+
+
+def test_lines_of_sequences_that_may_have_ended() -> None:
+    """Lines behind a sequence's slots are padding, and a sequence that starts behind them writes nothing."""
+    table = torch.tensor([[7, 3], [5, 9], [8, 2]], dtype=torch.int32)
+    starts, slots = torch.tensor([62, 126, 130]), torch.tensor([128, 128, 128])
+    at = DecodeLines.at(starts, torch.tensor([2, 2, 2]), slots, table, 3)
+    assert at.num_drafts.tolist() == [2, 1, 0] and at.seq_lens.tolist() == [65, 128, 128]
+    assert at.positions.tolist() == [[62, 63, 64], [126, 127, 127], [127, 127, 127]]
+    assert at.slots.tolist() == [[7 * 64 + 62, 7 * 64 + 63, 3 * 64], [9 * 64 + 62, 9 * 64 + 63, -1], [-1, -1, -1]]
+    assert at.live.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
 
 
 def test_accepted_counts() -> None:
