@@ -1,7 +1,7 @@
-"""One host with eight (or four) GPUs: every run that needs them, in one script: `python -m benchmarks.eight_gpus`.
+"""One host with eight (or four, or two) GPUs: every run that needs them, in one script: `python -m benchmarks.eight_gpus`.
 
 links    NCCL over all ranks: right sums, times of the engine's collectives, the links between the devices; the pre-flight
-answers  `torchrun -m engine.launch --dp 4 --tp 2` with the demo model: 50 prompts, same tokens as one process
+answers  `torchrun -m engine.launch --dp 4 --tp 2`, and the same with tp 1, with the demo model: 50 prompts, same tokens as one process
 kill     one worker killed under load: the clients hear of it, every process ends
 shapes   DeepSeek-V3.1 and LongCat-Flash with dummy weights over all ranks, beside one simulated rank of the same case
 http     request rates at one replica a GPU: time to first token, between tokens, whole requests; balance of the replicas
@@ -35,19 +35,22 @@ import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import decode, serving
-from benchmarks.engine_on_gpu import ask, ask_all, compare_answers, greedy, prompts
+from benchmarks.engine_on_gpu import ask, ask_all, compare, noise_of_batching, prompts
 from benchmarks.harness import eager
 from benchmarks.records import RESULTS, ROOT, Records, newest, read
-from benchmarks.workloads import SHAPES, tiny_shape
+from benchmarks.workloads import SHAPES, cut_layers, tiny_shape
 from engine.llm import LLM
 from engine.preflight import check_all_reduce, choose_device
+from models.config import load_model_config
 from models.parallel import ParallelContext
+from tests.comparator import Differences, Generation
 from tests.distributed.launched import Launched, torchrun
 
 PARTS = ("links", "answers", "kill", "shapes", "http", "figure")
 MULTICAST = "NCCL_NVLS_ENABLE"
 PUBLISHED_RANKS = 8  # the published shapes fill eight devices; fewer ranks take fewer layers of them
 END_S = 30.0
+PAIRED = ("shape", "dp", "tp", "format", "context", "batch")  # what a case and its simulation have in common
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +69,19 @@ class Sizes:
     decode: tuple[str, ...] = ()
 
     @staticmethod
+    def of(world: int, device: str) -> Sizes:
+        if device == "cpu":
+            return Sizes.tiny()
+        if world >= 4:
+            return Sizes()
+        # Two GPUs answer how far the simulation is off; they say nothing of Figure 1, so few cases do.
+        return Sizes(contexts=(16384, 65536), shapes=("deepseek_v3.1",), rates=(16.0, 64.0), decode=("--batches", "--most", "32"))
+
+    @staticmethod
     def tiny() -> Sizes:
         return Sizes(
             prompts=4, tokens=8, rows=(1, 3), row_width=64, rates=(2.0,), requests=4, contexts=(256,), shapes=("deepseek_v3.1",),
-            engine=("--num-cache-blocks", "128", "--max-model-len", "2048"),
+            engine=("--num-cache-blocks", "128", "--max-model-len", "2048", "--dtype", "float32", "--cache-format", "fp32"),
             decode=("--device", "cpu", "--cache-memory-bytes", str(4 << 20), "--batches", "2", "--most", "3"),
         )  # fmt: skip
 
@@ -164,26 +176,37 @@ def _rank_us(call: Callable[[], object], device: torch.device) -> float:
 # ---- answers, kill
 
 
-def answers(run: Run) -> None:
-    dp, tp = run.world // 2, 2
-    if run.has(part="answers", dp=dp, tp=tp):
-        return
-    texts = prompts(run.sizes.prompts)
-    options = {"cache_memory_bytes": 1 << 30, "max_model_len": 2048} if run.device == "cpu" else {"cache_memory_bytes": 2 << 30}
+def expected(run: Run, texts: list[str]) -> tuple[list[Generation], Differences]:
+    """Greedy answers of one process to all texts, and how far they move when each is asked alone."""
+    options: dict[str, Any] = {"cache_memory_bytes": 2 << 30}
+    if run.device == "cpu":
+        options = {"cache_memory_bytes": 1 << 30, "max_model_len": 2048, "dtype": "float32", "cache_format": "fp32"}
     engine = LLM("demo", device=run.device, **options)
-    want = engine.generate(texts, greedy(run.sizes.tokens), use_tqdm=False)
+    found = noise_of_batching(engine, texts, run.sizes.tokens)
     del engine
     decode.free_memory(torch.device(run.device))  # the ranks on this device need it
-    with run.launch(dp, tp, run.folder / "answers.log") as launched:
-        launched.wait_ready()
-        ask(launched.port, texts[0], run.sizes.tokens)
-        start = time.perf_counter()
-        got = ask_all(launched.port, texts, run.sizes.tokens)
-        seconds = time.perf_counter() - start
-        launched.process.send_signal(signal.SIGTERM)
-        status = launched.wait(END_S)
-    found = compare_answers(got, want, f"{dp}x{tp}")
-    run.write(part="answers", dp=dp, tp=tp, **found, tokens_per_s=run.sizes.tokens * len(texts) / seconds, exit_status=status)
+    return found
+
+
+def answers(run: Run) -> None:
+    worlds = list(dict.fromkeys([(run.world // 2, 2), (run.world, 1)]))
+    todo = [(dp, tp) for dp, tp in worlds if not run.has(part="answers", dp=dp, tp=tp)]
+    if not todo:
+        return
+    texts = prompts(run.sizes.prompts)
+    want, noise = expected(run, texts)
+    for dp, tp in todo:
+        with run.launch(dp, tp, run.folder / "answers.log") as launched:
+            launched.wait_ready()
+            ask(launched.port, texts[0], run.sizes.tokens)
+            start = time.perf_counter()
+            got = ask_all(launched.port, texts, run.sizes.tokens)
+            seconds = time.perf_counter() - start
+            launched.process.send_signal(signal.SIGTERM)
+            status = launched.wait(END_S)
+        found = compare(got, want, noise, f"{dp}x{tp}")
+        rate = run.sizes.tokens * len(texts) / seconds
+        run.write(part="answers", dp=dp, tp=tp, **found, tokens_per_s=rate, exit_status=status)
 
 
 def kill(run: Run) -> None:
@@ -228,28 +251,26 @@ def kill(run: Run) -> None:
 
 
 def shapes(run: Run) -> None:
+    """Real ranks of every deployment in turn, then each one's simulation, all of them at once on a device of their own."""
     for name in run.sizes.shapes:
         folder = shape_for(name, run.world, run.folder) if run.device == "cuda" else tiny_shape(run.folder)
-        worlds = [(run.world, 1), (run.world // 2, 2), (1, run.world)]
-        for dp, tp in worlds if name == "deepseek_v3.1" else worlds[:1]:
-            arguments = [
-                "--shapes",
-                str(folder),
-                "--worlds",
-                f"dp={dp},tp={tp}",
-                "--contexts",
-                *map(str, run.sizes.contexts),
-                *run.sizes.decode,
-            ]
-            arguments += ["--output", str(run.decode_results)]
-            print(run.torchrun("benchmarks.decode", "--real", *arguments)[-4000:], flush=True)
+        worlds = list(dict.fromkeys([(run.world, 1), (run.world // 2, 2), (1, run.world)]))
+        cases = ["--shapes", str(folder), "--contexts", *map(str, run.sizes.contexts), *run.sizes.decode]
+        output = ["--output", str(run.decode_results), "--worlds"]
+        print(run.torchrun("benchmarks.decode", "--real", *cases, *output, *(f"dp={dp},tp={tp}" for dp, tp in worlds))[-4000:])
+        predicted = []
+        for device, (dp, tp) in enumerate(worlds):
             # The simulated rank gets the bytes of cache that the real ones had, so that batches are the same.
-            held = [line for line in read(run.decode_results) if not line["simulated"]]
+            held = [line for line in read(run.decode_results) if line["figure"] == "decode" and not line["simulated"]]
             held = [line for line in held if (line["shape"], line["dp"], line["tp"]) == (folder.name, dp, tp)]
-            arguments += ["--cache-memory-bytes", str(held[-1]["cache_bytes"])]
-            print(_output([sys.executable, "-m", "benchmarks.decode", *arguments])[-4000:], flush=True)
+            bytes_held = ["--cache-memory-bytes", str(held[-1]["cache_bytes"])]
+            command = [sys.executable, "-m", "benchmarks.decode", *cases, *bytes_held, *output, f"dp={dp},tp={tp}"]
+            predicted.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}))
+        ended = [process.wait() for process in predicted]
+        if any(ended):
+            raise RuntimeError(f"a simulation of {folder.name} failed")
     for pair in pairs(run.decode_results):
-        key = {name: pair[name] for name in ("shape", "dp", "tp", "format", "context", "kind", "batch")}
+        key = {name: pair[name] for name in PAIRED}
         if not run.has(part="shapes", **key):
             run.write(part="shapes", **pair)
 
@@ -258,24 +279,18 @@ def shape_for(name: str, ranks: int, folder: Path) -> Path:
     """A published shape with so many of its layers that `ranks` devices hold what eight hold of the whole; its folder tells."""
     if ranks >= PUBLISHED_RANKS:
         return SHAPES / name
-    raw = json.loads((SHAPES / name / "config.json").read_text())
-    field = "num_layers" if "num_layers" in raw else "num_hidden_layers"
-    raw[field] = raw[field] * ranks // PUBLISHED_RANKS
-    cut = folder / f"{name}-{raw[field]}layers"
-    cut.mkdir(parents=True, exist_ok=True)
-    (cut / "config.json").write_text(json.dumps(raw))
-    return cut
+    return cut_layers(name, load_model_config(SHAPES / name).num_decoder_layers * ranks // PUBLISHED_RANKS, folder)
 
 
 def pairs(path: Path) -> list[dict[str, Any]]:
     """Real cases beside their simulation: prediction error = simulated step / real step - 1, with the collectives' share."""
-    keys = ("shape", "dp", "tp", "format", "context", "kind", "batch")
     found: dict[tuple[Any, ...], dict[bool, dict[str, Any]]] = {}
-    for line in newest(read(path), *keys, "simulated"):
-        found.setdefault(tuple(line[key] for key in keys), {})[line["simulated"]] = line
+    for line in newest((line for line in read(path) if line["figure"] == "decode"), *PAIRED, "simulated"):
+        found.setdefault(tuple(line[key] for key in PAIRED), {})[line["simulated"]] = line
     return [
-        dict(zip(keys, key))
+        dict(zip(PAIRED, key))
         | {
+            "kind": both[False]["kind"],
             "step_us": both[False]["step_us"],
             "simulated_step_us": both[True]["step_us"],
             "tokens_per_s_per_gpu": both[False]["tokens_per_s_per_gpu"],
@@ -386,7 +401,7 @@ def main(argv: list[str] | None = None) -> int:
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run of everything over gloo, tiny sizes"
     )
     parser.add_argument(
-        "--world", type=int, default=0, metavar="N", help="ranks (default: 8 or 4, as there are GPUs; 8 on a CPU)"
+        "--world", type=int, default=0, metavar="N", help="ranks (default: 8, 4 or 2, as there are GPUs; 8 on a CPU)"
     )
     parser.add_argument("--folder", type=Path, default=RESULTS, help="of the results")
     parser.add_argument("--links-rank", action="store_true", help=argparse.SUPPRESS)
@@ -399,11 +414,11 @@ def main(argv: list[str] | None = None) -> int:
         links_rank(args.device, args.rows, args.row_width)
         return 0
     present = torch.cuda.device_count() if args.device == "cuda" else 8
-    world = args.world or (8 if present >= 8 else 4)
+    world = args.world or next((n for n in (8, 4) if n <= present), 2)
     if world > present or world % 2:
         parser.error(f"--world: {world} ranks need as many GPUs and must be even; {present} are here")
     args.folder.mkdir(parents=True, exist_ok=True)
-    run = Run(world, args.device, Sizes() if args.device == "cuda" else Sizes.tiny(), args.folder)
+    run = Run(world, args.device, Sizes.of(world, args.device), args.folder)
     failed = False
     for name in args.parts:
         started = time.perf_counter()

@@ -63,7 +63,8 @@ def eager_llm() -> LLM:
 
 
 def generate(engine: LLM, texts: Sequence[str], params: SamplingParams) -> tuple[list[RequestOutput], float]:
-    torch.cuda.synchronize()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     started = time.perf_counter()
     results = engine.generate(list(texts), params, use_tqdm=False)
     return results, time.perf_counter() - started

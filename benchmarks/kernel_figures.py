@@ -4,7 +4,8 @@
     fig6      heads and batch of a rank of each DP/TP setting of DeepSeek-V3.1 and LongCat-Flash, 16k to 128k
     context   error of the kernels' own outputs against context length; and P.V as one product with fast accumulation, which
               keeps everything in the tensor core ("single-level" on the chip), beside the promoted form
-    probe     time of a decode step of the demo model without and with the fidelity probe at 1 %
+    probe     time of a decode step without the fidelity probe, with one that never compares, and at 1 %: the demo model, and one
+              simulated rank of twelve layers of DeepSeek-V3.1
 
 Timing is kernel_decode's: graph replays over rotated tables, warm, medians. Other kernels are timed where they are installed.
 Appends to results/kernel_figures.jsonl and skips what is there; a point takes about half a second.
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from dataclasses import replace
+import tempfile
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ from benchmarks.kernel_decode import Bench
 from benchmarks.numerics import LONGEST, contexts, errors, output
 from benchmarks.records import RESULTS, machine_state, read
 from benchmarks.schemes import BF16, EXACT, SNAPMLA, Scheme
-from engine.llm import LLM
+from engine.core import EngineCore
+from engine.llm import build_core, engine_config
+from engine.messages import AddRequest
 from engine.sampling_params import SamplingParams
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, FP8, FP8_MAX, CacheFormat, LatentCache, LatentQuery
@@ -42,7 +47,7 @@ METHOD = {
     "fig7": "graph replays over rotated block tables, 120 ms warm, median of 60 ms",
     "fig6": "as fig7; batch: the largest power of two whose BF16 cache fits 35 GB of a rank, the same for FP8",
     "context": "kernel output against FP32 attention on the unrounded values; one P.V product by torch._scaled_mm",
-    "probe": "engine time a step, one engine after the other, median of 3 runs after a warm-up",
+    "probe": "wall time a decode step of the engine, graphs on, asynchronous; engines take turns, medians over rounds",
 }
 
 
@@ -56,8 +61,9 @@ def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
     """Every point of fig7 and fig6 as Bench.case takes it, with what it stands for."""
     cases: list[dict[str, Any]] = []
     if "fig7" in parts:
-        for length in (1024, 4096, 32768, 131072) if quick else [1024 << i for i in range(8)]:
-            for query_len in (1, 2) if quick else (1, 2, 3, 4):
+        for query_len in (1, 2, 3, 4):
+            fewer = (1024, 4096, 32768, 131072) if query_len < 3 else (4096, 32768)
+            for length in fewer if quick else [1024 << i for i in range(8)]:
                 cases += [
                     {"figure": "fig7", "heads": heads, "query_len": query_len, "batch": 32, "length": length}
                     for heads in (16, 32, 64, 128)
@@ -68,7 +74,7 @@ def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
                 cases += [
                     {"figure": "fig6", "model": model, "dp": dp, "tp": tp, "heads": heads // tp, "query_len": 1,
                      "batch": batch_that_fits(layers, length), "length": length}
-                    for length in (16384, 32768, 65536, 131072)
+                    for length in ((16384, 131072) if quick else (16384, 32768, 65536, 131072))
                 ]  # fmt: skip
     return cases
 
@@ -167,46 +173,86 @@ def context(out: Path, quick: bool, state: dict[str, Any]) -> None:
 # ---- the probe
 
 
-def probe(out: Path, state: dict[str, Any], model: str, batch: int, steps: int) -> None:
-    """model: "demo", or a folder with a config.json whose weights are made up."""
+@dataclass(frozen=True)
+class ProbeCase:
+    """model: "demo", or a published shape of which `layers` are kept and one rank of eight is simulated."""
+
+    model: str
+    layers: int
+    batch: int
+    rounds: int
+
+    def options(self, folder: Path) -> tuple[str, dict[str, Any]]:
+        """Model and options of its engines; a shape is cut in `folder`, so that several fit one device."""
+        lengths = {"max_num_seqs": self.batch, "max_model_len": 1024, "num_cache_blocks": 16 * self.batch + 8}
+        if self.model == "demo":
+            return "demo", lengths
+        cut = workloads.cut_layers(self.model, self.layers, folder)
+        return str(cut), lengths | {"load_format": "dummy", "simulate_world": "dp=8,tp=1,ep=8"}
+
+
+PROBE_CASES = (ProbeCase("demo", 0, 64, 7), ProbeCase("deepseek_v3.1", 12, 64, 5))
+PROBE_FRACTIONS = {"off": 0.0, "writing": 1e-9, "on": 0.01}  # without a probe, with one that never compares, at 1 %
+PROBE_STEPS = 200  # two of which compare
+
+
+def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
+    """Milliseconds a decode step of `batch` new sequences, after all have their first token."""
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 256, ignore_eos=True)
+    for index in range(batch):
+        core.add(AddRequest(f"probe-{index}", [3 + index] * 256, params, time.time()))
+    waiting = {f"probe-{index}" for index in range(batch)}
+    while waiting:
+        waiting -= {output.request_id for output in core.step()}
+    for _ in range(8):
+        core.step()
+    start = time.perf_counter()
+    for _ in range(steps):  # each waits for the result of the one before
+        core.step()
+    seconds = time.perf_counter() - start
+    core.abort_all()
+    while core.has_work:
+        core.step()
+    return 1e3 * seconds / steps
+
+
+def probe(out: Path, state: dict[str, Any], case: ProbeCase) -> None:
+    """Three engines side by side take turns, so that all see the same clocks; overheads are medians of each round's ratios."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, options = case.options(Path(folder))
+        cores = {
+            name: build_core(engine_config(model, options | {"device": "cuda", "prefix_cache": False, "fidelity_fraction": part}))[0]
+            for name, part in PROBE_FRACTIONS.items()
+        }  # fmt: skip
+    for core in cores.values():
+        decode_ms(core, case.batch, 16)
+    times: dict[str, list[float]] = {name: [] for name in cores}
+    names = list(cores)
+    for turn in range(case.rounds):
+        for name in names[turn % 3 :] + names[: turn % 3]:
+            times[name].append(decode_ms(cores[name], case.batch, PROBE_STEPS))
+    over = {name: [on / off - 1 for on, off in zip(times[name], times["off"])] for name in ("writing", "on")}
+    compared = cores["on"].stats()
+    assert compared.fidelity_steps > 0, "no step was compared"
     log = Log(out)
-    warm, params = (SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in (8, steps))
-    prompts = [{"prompt_token_ids": [3 + i] * 256} for i in range(batch)]
-    seconds: dict[float, list[float]] = {0.0: [], 0.01: []}
-    for fraction in seconds:
-        llm = LLM(
-            model, device="cuda", load_format="auto" if model == "demo" else "dummy", max_model_len=512 + steps, max_num_seqs=batch,
-            num_cache_blocks=batch * (steps // BLOCK_SIZE + 8), fidelity_fraction=fraction, prefix_cache=False,
-        )  # fmt: skip
-        llm.generate(prompts, warm, use_tqdm=False)
-        for _ in range(3):
-            before = llm.stats()
-            llm.generate(prompts, params, use_tqdm=False)
-            after = llm.stats()
-            seconds[fraction].append((after.step_seconds - before.step_seconds) / (after.num_steps - before.num_steps))
-        del llm
-        torch.cuda.empty_cache()
-    off, on = (statistics.median(seconds[fraction]) for fraction in (0.0, 0.01))
     log.state |= state | {"method": METHOD["probe"]}
     log.write(
-        figure="probe",
-        model=Path(model).name,
-        batch=batch,
-        steps=steps,
-        off_ms=1e3 * off,
-        on_ms=1e3 * on,
-        overhead=on / off - 1,
+        figure="probe", model=case.model, layers=case.layers, batch=case.batch, steps=PROBE_STEPS, ms=times,
+        overhead=statistics.median(over["on"]), overhead_rounds=over["on"], overhead_writing=statistics.median(over["writing"]),
+        overhead_writing_rounds=over["writing"], fidelity_steps=compared.fidelity_steps, fidelity_mean=compared.fidelity_mean,
+    )  # fmt: skip
+    shown = "  ".join(f"{name} {statistics.median(values):.3f} ms" for name, values in times.items())
+    print(
+        f"probe, {case.model}: {shown}; at 1 % {100 * statistics.median(over['on']):+.2f} %, never comparing "
+        f"{100 * statistics.median(over['writing']):+.2f} %",
+        flush=True,
     )
-    print(f"probe at 1 %: {1e3 * off:.3f} ms a step without, {1e3 * on:.3f} with it: {100 * (on / off - 1):+.2f} %", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fig7 at four lengths and 1 and 2 query tokens; error to 32k")
+    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k, probe on the demo model")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument(
-        "--probe-model", default="demo", help="folder with a config.json, weights made up (default: the demo model)"
-    )
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -217,8 +263,11 @@ def main() -> None:
         timings(args.out, args.quick, args.only, state)
         if "context" in args.only:
             context(args.out, args.quick, state)
-    if "probe" in args.only and not any(line.get("figure") == "probe" for line in read(args.out)):
-        probe(args.out, state, args.probe_model, batch=64, steps=400)
+    measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
+    for case in PROBE_CASES[: 1 if args.quick else None] if "probe" in args.only else ():
+        if case.model not in measured:
+            probe(args.out, state, case)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,16 @@ def tiny_shape(folder: Path) -> Path:
     return tiny
 
 
+def cut_layers(name: str, layers: int, folder: Path) -> Path:
+    """A published shape with the first `layers` of its layers, in a folder of `folder` whose name tells."""
+    raw = json.loads((SHAPES / name / "config.json").read_text())
+    raw["num_layers" if "num_layers" in raw else "num_hidden_layers"] = layers
+    cut = folder / f"{name}-{layers}layers"
+    cut.mkdir(parents=True, exist_ok=True)
+    (cut / "config.json").write_text(json.dumps(raw))
+    return cut
+
+
 def lengths_grid(short: bool) -> list[int]:
     """Context lengths of the batch-32 grid."""
     return [1024, 4096, 32768] if short else [1024 << i for i in range(8)]

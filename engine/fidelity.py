@@ -42,6 +42,7 @@ class FidelityProbe:
         ]
         self._tables = torch.arange(SEQUENCES * blocks, dtype=torch.int32, device=device).view(SEQUENCES, blocks)
         self._slots = torch.full((max_lines,), -1, dtype=torch.int64, device=device)  # static: graphs read it
+        self._num_slots = 0  # lines of it that the last step set
         self._errors = torch.zeros(model.num_attention_layers, device=device)
         self._shadow_of: dict[int, int] = {}  # row -> shadow
         self._steps = 0
@@ -77,13 +78,27 @@ class FidelityProbe:
         self.comparing = int(self._steps * self._fraction) > int((self._steps - 1) * self._fraction)
         followed = [(i, self._shadow_of[step.row]) for i, step in enumerate(plan.decodes) if step.row in self._shadow_of]
         pairs = np.array(followed, dtype=np.int64).reshape(-1, 2) if self.comparing else np.zeros((0, 2), np.int64)
+        self._rows = self._shadow_rows = None
+        count = len(slots) if self._writes else 0
+        if count < self._num_slots:
+            self._slots[count : self._num_slots].fill_(-1)
+        self._num_slots = count
+        if not count:
+            return
         moved, of_batch, of_shadow = to_device([slots, pairs[:, 0].copy(), pairs[:, 1].copy()], self._device)
-        self._slots[: len(slots)].copy_(moved)
+        self._slots[:count].copy_(moved)
         if ahead is not None:
             lines = self._slots[: len(ahead) * plan.query_len].view(len(ahead), -1)
             lines += torch.where(lines >= 0, ahead[:, None], 0)
-        self._slots[len(slots) :].fill_(-1)
-        self._rows, self._shadow_rows = (of_batch, of_shadow) if len(pairs) else (None, None)
+        if len(pairs):
+            self._rows, self._shadow_rows = of_batch, of_shadow
+
+    def forget_step(self) -> None:
+        """A pass that belongs to no step comes next: it must write no shadow and compare nothing, but if it is captured its
+        writing must be."""
+        self._slots.fill_(-1)
+        self._writes, self.comparing = True, False
+        self._rows = self._shadow_rows = None
 
     def errors(self) -> torch.Tensor | None:
         """FP32 [layers] relative L2 error of the step just run; None if nothing was compared."""

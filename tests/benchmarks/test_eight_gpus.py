@@ -14,8 +14,8 @@ from models.config import load_model_config
 
 def decode_line(simulated: bool, step_us: float, context: int = 16384) -> dict[str, object]:
     return {
-        "shape": "s", "dp": 8, "tp": 1, "format": "fp8", "context": context, "kind": "equal", "batch": 4, "simulated": simulated,
-        "step_us": step_us, "tokens_per_s_per_gpu": 4e6 / step_us, "collectives_share": 0.1,
+        "figure": "decode", "shape": "s", "dp": 8, "tp": 1, "format": "fp8", "context": context, "kind": "equal largest", "batch": 4,
+        "simulated": simulated, "step_us": step_us, "tokens_per_s_per_gpu": 4e6 / step_us, "collectives_share": 0.1,
     }  # fmt: skip
 
 
