@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scheduler import machine_state
+from benchmarks.records import machine_state
 from benchmarks.serving import RESULTS, scrape
 from engine.hub import resolve_model
 from tests.distributed.launched import PYTHON, Launched
@@ -125,7 +125,7 @@ def main() -> None:
             launched.post("/v1/completions", prompt="warm", max_tokens=8)
         result = {"guidellm": guidellm(launched.port, folder), "lm_eval": lm_eval(launched.port, folder)}
         log = launched.log.read_text()
-    result |= {"server_errors": log.count('"status":5'), "machine": machine_state()}
+    result |= {"server_errors": log.count('"status":5'), "machine": machine_state("cpu")}
     print(json.dumps(result, indent=1))
     with (RESULTS.parent / "clients.jsonl").open("a") as file:
         file.write(json.dumps(result) + "\n")

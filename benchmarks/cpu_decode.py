@@ -21,7 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scheduler import machine_state
+from benchmarks.records import machine_state
 
 RESULTS = Path(__file__).parent / "results" / "cpu_decode.jsonl"
 ROOT = Path(__file__).resolve().parent.parent
@@ -187,7 +187,7 @@ def main() -> None:
         "wait_policy": os.environ["OMP_WAIT_POLICY"],
         "torch": version("torch"),
         "transformers": version("transformers"),
-        **machine_state(),
+        **machine_state("cpu"),
     }
     with RESULTS.open("a") as file:
         file.write(json.dumps(line) + "\n")

@@ -75,7 +75,9 @@ class Sizes:
         if world >= 4:
             return Sizes()
         # Two GPUs answer how far the simulation is off; they say nothing of Figure 1, so few cases do.
-        return Sizes(contexts=(16384, 65536), shapes=("deepseek_v3.1",), rates=(16.0, 64.0), decode=("--batches", "--most", "32"))
+        return Sizes(
+            contexts=(16384, 65536), shapes=("deepseek_v3.1",), rates=(16.0, 64.0), decode=("--batches", "--most", "32")
+        )
 
     @staticmethod
     def tiny() -> Sizes:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from benchmarks.records import RESULTS, machine_state
+
+__all__ = ["RESULTS", "Log", "Timing", "copy_rate", "eager", "matmul_rate", "sm_clock", "steady"]
+
 WARM_MS, MEASURE_MS = 120.0, 60.0
-RESULTS = Path(__file__).parent / "results"
 
 
 class Timing:
@@ -70,21 +71,11 @@ def sm_clock() -> int | None:
         return None
 
 
-def device_state() -> dict[str, object]:
-    """Device, driver, library versions and date, for every results file."""
-    query = "name,driver_version,power.limit,clocks.max.sm"
-    answer = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
-    return {
-        "device": answer.stdout.strip(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "warm_ms": WARM_MS, "measure_ms": MEASURE_MS,
-    }  # fmt: skip
-
-
 class Log:
-    """JSON lines in a results file; every line repeats the device state."""
+    """JSON lines in a results file; every line repeats the device's state."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.state = path, device_state()
+        self.path, self.state = path, machine_state("cuda") | {"warm_ms": WARM_MS, "measure_ms": MEASURE_MS}
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, **fields: object) -> None:

@@ -28,7 +28,7 @@ from benchmarks.activations import Attention, synthetic
 from benchmarks.harness import Log
 from benchmarks.kernel_decode import Bench
 from benchmarks.numerics import LONGEST, contexts, errors, output
-from benchmarks.records import RESULTS, machine_state, read
+from benchmarks.records import RESULTS, read
 from benchmarks.schemes import BF16, EXACT, SNAPMLA, Scheme
 from engine.core import EngineCore
 from engine.llm import build_core, engine_config
@@ -79,7 +79,7 @@ def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
     return cases
 
 
-def timings(out: Path, quick: bool, parts: list[str], state: dict[str, Any]) -> None:
+def timings(out: Path, quick: bool, parts: list[str]) -> None:
     done = read(out)
     for fmt in (CacheFormat.FP8, CacheFormat.BF16):
         todo = [
@@ -90,7 +90,7 @@ def timings(out: Path, quick: bool, parts: list[str], state: dict[str, Any]) -> 
             continue
         log = Log(out)
         bench = Bench(fmt, log, workloads.POOL_BLOCKS, peers=True)
-        base = log.state | state
+        base = log.state | {"seed": SEED}
         for case in todo:
             log.state = base | case | {"method": METHOD[case["figure"]]}
             bench.case(f"{case['length'] // 1024}k", [case["length"]] * case["batch"], case["heads"], case["query_len"])
@@ -141,7 +141,7 @@ def one_product(layer: Attention, fast: bool) -> tuple[torch.Tensor, torch.Tenso
     return out.float(), p.double() @ v.double()
 
 
-def context(out: Path, quick: bool, state: dict[str, Any]) -> None:
+def context(out: Path, quick: bool) -> None:
     done = read(out)
     log = Log(out)
     for mean in (0.0, 0.5):
@@ -151,7 +151,7 @@ def context(out: Path, quick: bool, state: dict[str, Any]) -> None:
             if not any(all(line.get(k) == v for k, v in key.items()) for line in done):
                 layer = longest.beginning(tokens, 8)
                 exact = output(EXACT, layer)
-                log.state |= state | key | {"method": METHOD["context"]}
+                log.state |= {"seed": SEED} | key | {"method": METHOD["context"]}
                 schemes: tuple[tuple[CacheFormat, Scheme], ...] = (
                     (CacheFormat.FP8, replace(SNAPMLA, p_block=128)), (CacheFormat.BF16, BF16),
                 )  # fmt: skip
@@ -216,7 +216,7 @@ def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
     return 1e3 * seconds / steps
 
 
-def probe(out: Path, state: dict[str, Any], case: ProbeCase) -> None:
+def probe(out: Path, case: ProbeCase) -> None:
     """Three engines side by side take turns, so that all see the same clocks; overheads are medians of each round's ratios."""
     with tempfile.TemporaryDirectory() as folder:
         model, options = case.options(Path(folder))
@@ -235,7 +235,7 @@ def probe(out: Path, state: dict[str, Any], case: ProbeCase) -> None:
     compared = cores["on"].stats()
     assert compared.fidelity_steps > 0, "no step was compared"
     log = Log(out)
-    log.state |= state | {"method": METHOD["probe"]}
+    log.state |= {"seed": SEED, "method": METHOD["probe"]}
     log.write(
         figure="probe", model=case.model, layers=case.layers, batch=case.batch, steps=PROBE_STEPS, ms=times,
         overhead=statistics.median(over["on"]), overhead_rounds=over["on"], overhead_writing=statistics.median(over["writing"]),
@@ -251,22 +251,23 @@ def probe(out: Path, state: dict[str, Any], case: ProbeCase) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k, probe on the demo model")
+    parser.add_argument(
+        "--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k, probe on the demo model"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("kernel_figures needs a Hopper GPU; benchmarks.plots draws what results/kernel_figures.jsonl has")
     torch.manual_seed(SEED)
-    state = {"seed": SEED} | {name: machine_state("cuda")[name] for name in ("git", "python", "clocks")}
     with torch.inference_mode():
-        timings(args.out, args.quick, args.only, state)
+        timings(args.out, args.quick, args.only)
         if "context" in args.only:
-            context(args.out, args.quick, state)
+            context(args.out, args.quick)
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
     for case in PROBE_CASES[: 1 if args.quick else None] if "probe" in args.only else ():
         if case.model not in measured:
-            probe(args.out, state, case)
+            probe(args.out, case)
             torch.cuda.empty_cache()
 
 

@@ -7,7 +7,9 @@ run that was stopped goes on where it ended; the newest line of a key counts.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import time
@@ -16,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 RESULTS = Path(__file__).parent / "results"
 ROOT = Path(__file__).resolve().parent.parent
+_CLOCKS, _LIMITS = "clocks.sm,clocks.mem,power.draw", "driver_version,power.limit,clocks.max.sm"
 
 
 def _output(*command: str) -> str:
@@ -30,26 +32,41 @@ def _output(*command: str) -> str:
 
 
 def machine_state(device: str) -> dict[str, Any]:
-    """Device, clocks, versions, git revision and date. device: "cpu" or "cuda"."""
+    """Device, how busy it is, versions, git revision and date. device: "cpu" or "cuda".
+
+    On CUDA: clocks and power draw of the moment, the driver and the power limit. On a CPU: cores and load average.
+    """
+    state: dict[str, Any] = {"device": _cpu_name(), "clocks": None, "cuda": None}
     if device == "cuda":
-        name = torch.cuda.get_device_name()
-        clocks = _output("nvidia-smi", "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader") or None
+        import torch
+
+        told = {
+            name: _output("nvidia-smi", f"--query-gpu={name}", "--format=csv,noheader") or None for name in (_CLOCKS, _LIMITS)
+        }
+        state |= {
+            "device": torch.cuda.get_device_name(),
+            "clocks": told[_CLOCKS],
+            "driver": told[_LIMITS],
+            "cuda": torch.version.cuda,
+        }
     else:
-        lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-        name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-        clocks = None
-    changed = bool(
-        _output("git", "status", "--porcelain", "--untracked-files=no", "--", "kernels", "models", "engine", "benchmarks")
+        state |= {"cpus": os.cpu_count(), "load_average": [round(load, 2) for load in os.getloadavg()]}
+    changed = _output(
+        "git", "status", "--porcelain", "--untracked-files=no", "--", "kernels", "models", "engine", "benchmarks/*.py"
     )
-    return {
-        "device": name,
-        "clocks": clocks,
+    return state | {
+        "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
+        "torch": importlib.metadata.version("torch"),
         "git": _output("git", "rev-parse", "--short", "HEAD") + ("+" if changed else ""),
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 class Records:

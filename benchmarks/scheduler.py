@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import statistics
-import subprocess
 import time
 from pathlib import Path
 
+from benchmarks.records import RESULTS, machine_state
 from engine.block_manager import BLOCK_SIZE, BlockManager
 from engine.config import SchedulerConfig
 from engine.messages import AddRequest
@@ -25,23 +23,6 @@ from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 
 VOCAB = 100_000
-RESULTS = Path(__file__).parent / "results" / "scheduler.jsonl"
-
-
-def machine_state() -> dict[str, object]:
-    """What a reader needs to judge a CPU figure."""
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((line.split(":")[1].strip() for line in info if line.startswith("model name")), "unknown")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS.parent)
-    return {
-        "cpu": model,
-        "cpus": os.cpu_count(),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "commit": commit.stdout.strip(),
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def answer(plan: StepPlan, accepted: int) -> StepResult:
@@ -108,11 +89,11 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[1024, 8192, 32768, 65536])
     parser.add_argument("--steps", type=int, default=640, help="timed steps; ten blocks a sequence by default")
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "scheduler.jsonl")
     args = parser.parse_args()
     for context in args.contexts:
         for num_drafts, prefix_cache in ((0, True), (0, False), (1, True)):
-            line = measure(args.sequences, context, args.steps, num_drafts, prefix_cache) | {"machine": machine_state()}
+            line = measure(args.sequences, context, args.steps, num_drafts, prefix_cache) | {"machine": machine_state("cpu")}
             print(json.dumps({key: value for key, value in line.items() if key != "machine"}))
             args.output.parent.mkdir(parents=True, exist_ok=True)
             with args.output.open("a") as file:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.scheduler import machine_state
+from benchmarks.records import machine_state
 from tests.distributed.launched import PYTHON, Launched, environment
 
 RESULTS = Path(__file__).parent / "results" / "serving.jsonl"
@@ -183,7 +183,7 @@ def main() -> None:
         "step_share_outside_model": 1 - delta["engine_model_seconds_total"] / delta["engine_step_seconds_total"],
         "delivery_ms": {f"p{p}": quantile_ms(delta, "frontend_delivery_seconds", p / 100) for p in (50, 90, 99)},
         "client_and_server": compare(delta, done),
-        "machine": machine_state(),
+        "machine": machine_state("cpu"),
     }
     print(json.dumps(result, indent=1))
     RESULTS.parent.mkdir(exist_ok=True)

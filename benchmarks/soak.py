@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.scheduler import machine_state
+from benchmarks.records import machine_state
 from benchmarks.serving import RESULTS, WORDS, scrape
 from engine.hub import resolve_model
 from engine.llm import LLM
@@ -189,7 +189,7 @@ def main() -> int:
         "mib_grown": grown,
         "descriptors_grown": lost,
         "healthy": healthy,
-        "machine": machine_state(),
+        "machine": machine_state("cpu"),
     }
     print(json.dumps(result, indent=1))
     for entry in wrong[:5]:
