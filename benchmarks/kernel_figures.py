@@ -28,7 +28,7 @@ from benchmarks.activations import Attention, synthetic
 from benchmarks.harness import Log
 from benchmarks.kernel_decode import Bench
 from benchmarks.numerics import LONGEST, contexts, errors, output
-from benchmarks.records import RESULTS, read
+from benchmarks.records import RESULTS, Records, read
 from benchmarks.schemes import BF16, EXACT, SNAPMLA, Scheme
 from engine.core import EngineCore
 from engine.llm import build_core, engine_config
@@ -182,8 +182,8 @@ class ProbeCase:
     batch: int
     rounds: int
 
-    def options(self, folder: Path) -> tuple[str, dict[str, Any]]:
-        """Model and options of its engines; a shape is cut in `folder`, so that several fit one device."""
+    def engine(self, folder: Path) -> tuple[str, dict[str, Any]]:
+        """Model and options of its engines; a shape is cut in `folder`, so that three fit one device."""
         lengths = {"max_num_seqs": self.batch, "max_model_len": 1024, "num_cache_blocks": 16 * self.batch + 8}
         if self.model == "demo":
             return "demo", lengths
@@ -216,14 +216,14 @@ def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
     return 1e3 * seconds / steps
 
 
-def probe(out: Path, case: ProbeCase) -> None:
+def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
     """Three engines side by side take turns, so that all see the same clocks; overheads are medians of each round's ratios."""
+    cores: dict[str, EngineCore] = {}
     with tempfile.TemporaryDirectory() as folder:
-        model, options = case.options(Path(folder))
-        cores = {
-            name: build_core(engine_config(model, options | {"device": "cuda", "prefix_cache": False, "fidelity_fraction": part}))[0]
-            for name, part in PROBE_FRACTIONS.items()
-        }  # fmt: skip
+        model, options = case.engine(Path(folder))
+        for name, fraction in PROBE_FRACTIONS.items():
+            chosen = options | {"device": device, "prefix_cache": False, "fidelity_fraction": fraction}
+            cores[name] = build_core(engine_config(model, chosen))[0]
     for core in cores.values():
         decode_ms(core, case.batch, 16)
     times: dict[str, list[float]] = {name: [] for name in cores}
@@ -234,10 +234,8 @@ def probe(out: Path, case: ProbeCase) -> None:
     over = {name: [on / off - 1 for on, off in zip(times[name], times["off"])] for name in ("writing", "on")}
     compared = cores["on"].stats()
     assert compared.fidelity_steps > 0, "no step was compared"
-    log = Log(out)
-    log.state |= {"seed": SEED, "method": METHOD["probe"]}
     log.write(
-        figure="probe", model=case.model, layers=case.layers, batch=case.batch, steps=PROBE_STEPS, ms=times,
+        figure="probe", seed=SEED, method=METHOD["probe"], model=case.model, layers=case.layers, batch=case.batch, steps=PROBE_STEPS, ms=times,
         overhead=statistics.median(over["on"]), overhead_rounds=over["on"], overhead_writing=statistics.median(over["writing"]),
         overhead_writing_rounds=over["writing"], fidelity_steps=compared.fidelity_steps, fidelity_mean=compared.fidelity_mean,
     )  # fmt: skip
@@ -267,7 +265,7 @@ def main() -> None:
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
     for case in PROBE_CASES[: 1 if args.quick else None] if "probe" in args.only else ():
         if case.model not in measured:
-            probe(args.out, case)
+            probe(Log(args.out), case)
             torch.cuda.empty_cache()
 
 
