@@ -34,6 +34,7 @@ HELP = {
     "memory_fraction": "part of the free device memory that may be used",
     "prefix_cache": "share the cache of equal prompt beginnings",
     "cuda_graphs": "replay captured graphs for decode steps",
+    "fast_start": "capture few of them before serving, the others in idle moments and between steps",
     "async_scheduling": "prepare the next step while one runs",
     "num_speculative_tokens": "draft tokens per step from the model's MTP layer (0: off)",
     "simulate_world": "dp=N,tp=N,ep=N: time one rank of that deployment alone, with --load-format dummy; tokens mean nothing",

@@ -3,23 +3,33 @@
 Models do not know about graphs: the same `forward` is captured. The split plan is made inside the graph from lengths on
 the device, so a replay follows them. A step runs padded up to the next captured size; padded sequences have length 0, slot
 -1 and no experts. Steps with prefill, or with more sequences than were captured, run eagerly.
+
+Every rank holds the same graphs at any time. That is more than a matter of speed: a replay exchanges the padded number of
+rows with the other ranks, an eager pass the agreed one, so a rank that ran another shape would wait in its collectives for
+ever. Whatever changes the set (a capture while serving, memory that ran out) is therefore agreed on first.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
 
-from engine.errors import ConfigError
+from engine.fidelity import FidelityProbe
 from engine.speculative import Drafter, DraftRows
 from kernels import ops
 from kernels.layout import CacheFormat, LatentCache
-from models.batch import AttentionMetadata, AttentionProbe, ForwardBatch
+from models.batch import AttentionMetadata, ForwardBatch
+
+_FIRST_SIZES = (1, 8, 64)  # of a fast start, beside the largest: any batch then pads to at most eight times itself
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -28,17 +38,46 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
+class Graph(Protocol):
+    """A torch.cuda.CUDAGraph."""
+
+    def replay(self) -> None:
+        """Enqueue the captured work once more."""
+
+
+class GraphPool:
+    """Captures calls into graphs that share one memory pool."""
+
+    def __init__(self) -> None:
+        self._handle = torch.cuda.graph_pool_handle()
+
+    def record(self, call: Callable[[], T]) -> tuple[Graph, T]:
+        """(graph, the call's result, which every replay writes again). The call runs once before it is captured, on a side
+        stream, which compiles kernels and fills allocator caches outside the capture."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            call()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._handle):
+            result = call()
+        return graph, result
+
+
 @dataclass(frozen=True)
 class _Captured:
-    graph: torch.cuda.CUDAGraph
+    graph: Graph
     hidden: torch.Tensor
-    draft: torch.cuda.CUDAGraph | None
+    draft: Graph | None
 
 
 class GraphRunner:
     """Captured forwards of one rank. `forward` has the model's signature and falls back to it for what was not captured.
 
     query_lens: lines per sequence to capture, for example (1,) or (1, 3)
+    agree: called by all ranks together with whether they could do a thing; tells whether all of them could
+    fast_start: `capture` takes few sizes, `capture_next` adds one at a time while the engine serves
     drafter: its passes after a step are captured as a second graph, since sampling lies between the two
     probe: what it writes in every step is captured too
     """
@@ -55,11 +94,13 @@ class GraphRunner:
         num_heads: int,
         fmt: CacheFormat,
         device: torch.device,
+        agree: Callable[[bool], bool],
+        fast_start: bool = False,
         drafter: Drafter | None = None,
-        probe: AttentionProbe | None = None,
+        probe: FidelityProbe | None = None,
     ) -> None:
         self._eager, self._caches, self._drafter, self._probe = forward, caches, drafter, probe
-        self._sizes, self._query_lens = sizes, query_lens
+        self._sizes, self._query_lens, self._agree = sizes, query_lens, agree
         self._num_heads, self._format = num_heads, fmt
         most, lines = sizes[-1], sizes[-1] * max(query_lens)
         self._ids = torch.zeros(lines, dtype=torch.int64, device=device)
@@ -74,50 +115,83 @@ class GraphRunner:
         self._rows = torch.zeros(most, dtype=torch.int64, device=device)
         self._num_slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool = GraphPool()
+        # Largest first, since the pool's later graphs fit into memory that earlier ones left.
+        self._missing = [(size, query_len) for query_len in query_lens for size in reversed(sizes)]
+        first = {*_FIRST_SIZES, most} if fast_start else set(sizes)
+        self._at_start = [key for key in self._missing if key[0] in first]
 
     @torch.inference_mode()
     def capture(self, show_progress: bool) -> float:
-        """Capture every size, largest first, in one memory pool. Returns the seconds it took.
-
-        Raises ConfigError naming the flags when memory runs out.
-        """
+        """Capture the sizes of the start, in one memory pool. Returns the seconds it took."""
         started = time.perf_counter()
-        keys = [(size, query_len) for query_len in self._query_lens for size in reversed(self._sizes)]
-        for size, query_len in tqdm(keys, "Capturing graphs", disable=not show_progress, file=sys.stderr, leave=False):
-            try:
-                self._graphs[size, query_len] = self._capture(size, query_len)
-            except torch.OutOfMemoryError as error:
-                raise ConfigError(
-                    f"capturing the graph of {size} sequences ran out of device memory: lower --memory-fraction or "
-                    "--max-num-seqs, or pass --no-cuda-graphs"
-                ) from error
+        for key in tqdm(self._at_start, "Capturing graphs", disable=not show_progress, file=sys.stderr, leave=False):
+            if key in self._missing:
+                self._add(key)
         return time.perf_counter() - started
 
-    def _capture(self, size: int, query_len: int) -> _Captured:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._eager(self._static_batch(size, query_len))  # compiles kernels and fills allocator caches outside the capture
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            hidden = self._eager(self._static_batch(size, query_len))
-        return _Captured(graph, hidden, self._capture_draft(size, query_len, hidden) if self._drafter is not None else None)
+    @property
+    def complete(self) -> bool:
+        """Whether no further graph will be captured."""
+        return not self._missing
 
-    def _capture_draft(self, size: int, query_len: int, hidden: torch.Tensor) -> torch.cuda.CUDAGraph:
-        assert self._drafter is not None
-        self._rows.fill_(self._drafter.padded_row)
+    @torch.inference_mode()
+    def capture_next(self, num_sequences: int, query_len: int) -> None:
+        """Capture one more graph: the one that a step of so many sequences, the most of any replica, would have wanted, else
+        the largest. Called by all ranks between the same two steps."""
+        wanted = [size for size in self._sizes if size >= num_sequences > 0][:1]
+        exact = [key for key in self._missing if key[1] == query_len and key[0] in wanted]
+        self._add((exact or self._missing)[0])
+
+    def _add(self, key: tuple[int, int]) -> None:
+        """Capture `key` on all ranks, or, where memory ran out on any, give up what is still missing.
+
+        The pass before a capture takes its memory from what the cache's sizing left for the largest step, so it is the
+        capture, with its pool of its own, that runs out; nothing executes in it, and no other rank waits for this one.
+        """
+        captured = None
+        try:
+            captured = self._capture(*key)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+        if self._agree(captured is not None) and captured is not None:
+            self._graphs[key] = captured
+            self._missing.remove(key)
+            return
+        del captured
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        most = max((size for size, query_len in self._graphs if query_len == key[1]), default=0)
+        logger.warning(
+            "capturing the CUDA graph of %d sequences ran out of device memory: %d of %d graphs are used, decode steps of more "
+            "than %d sequences run without one. Lower --memory-fraction or --max-num-seqs to leave room, or pass "
+            "--no-cuda-graphs",
+            key[0], len(self._graphs), len(self._graphs) + len(self._missing), most,
+        )  # fmt: skip
+        self._missing.clear()
+
+    def _capture(self, size: int, query_len: int) -> _Captured:
+        self._forget_step()
+        graph, hidden = self._pool.record(lambda: self._eager(self._static_batch(size, query_len)))
+        draft = self._pool.record(lambda: self._draft_static(size, query_len, hidden))[0] if self._drafter is not None else None
+        return _Captured(graph, hidden, draft)
+
+    def _forget_step(self) -> None:
+        """Make the static inputs those of padding alone: the pass before a capture must not write a served sequence's slots."""
+        self._ids.zero_()
+        self._positions.zero_()
+        self._slots.fill_(-1)
+        self._live.fill_(False)
+        self._seq_lens.zero_()
+        self._num_query.zero_()
+        self._next_ids.zero_()
+        self._accepted.zero_()
         self._num_slots.zero_()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self._draft_static(size, query_len, hidden)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            self._draft_static(size, query_len, hidden)
-        return graph
+        if self._drafter is not None:
+            self._rows.fill_(self._drafter.padded_row)
+        if self._probe is not None:
+            self._probe.forget_step()
 
     def _draft_static(self, size: int, query_len: int, hidden: torch.Tensor) -> None:
         assert self._drafter is not None
@@ -207,3 +281,12 @@ class GraphRunner:
             self._accepted[count:size].zero_()
         captured.draft.replay()
         return True
+
+
+def _out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out: the end of a capture that failed may raise an error of its own over the first one."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -18,18 +18,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.block_manager import BlockManager
 from engine.chat import ChatTemplate
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestRejected
-from engine.executor import WorkerInfo, build_worker, create_context
+from engine.executor import WorkerInfo, assemble_core, build_worker, create_context
 from engine.grammar import GrammarCompiler
 from engine.hub import end_token_ids, load_generation_config, resolve_model
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.output import OutputStream, TokenText
 from engine.sampling_params import SamplingParams
-from engine.scheduler import Scheduler
 from engine.served_model import check_text_size, template_switches
 from engine.tokenizer import Tokenizer
 
@@ -345,16 +343,9 @@ class LLM:
 
 def build_core(config: EngineConfig) -> tuple[EngineCore, WorkerInfo]:
     """An engine of one rank in this process, and what "auto" became. Raises ConfigError before weights are read."""
-    executor, info = build_worker(config, create_context(config, "cpu"))
-    scheduler = Scheduler(
-        config.scheduler,
-        BlockManager(info.num_blocks, config.prefix_cache),
-        max_model_len=info.max_model_len,
-        vocab_size=info.model_config.vocab_size,
-        num_speculative_tokens=config.num_speculative_tokens,
-        seed=config.seed,
-    )
-    return EngineCore(scheduler, executor, asynchronous=info.asynchronous), info
+    parallel = create_context(config, "cpu")
+    executor, info = build_worker(config, parallel)
+    return assemble_core(config, executor, info, parallel), info
 
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:

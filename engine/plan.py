@@ -75,6 +75,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     stop: bool = False
     draft_depth: int = 0  # drafts made after the step: the most any replica wants, so that all run as many passes
     prefill_next: bool = False  # the next step may hold prefill, on every replica at once
+    capture: bool = False  # every rank captures one more CUDA graph after the step (fast start)
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -20,11 +20,10 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from engine.block_manager import BlockManager
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
 from engine.errors import EngineError, RequestRejected
-from engine.executor import Executor, WorkerInfo, build_worker, create_context
+from engine.executor import Executor, assemble_core, build_worker, create_context
 from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
@@ -41,9 +40,7 @@ from engine.messages import (
 )
 from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
-from engine.scheduler import Scheduler
 from engine.transport import Address, WorkerSocket
-from models.parallel import ParallelContext
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 log = logging.getLogger("engine.replica")
@@ -77,6 +74,8 @@ class Leader:
                 self._executor.request_stop()
             if not self._executor.agreement.stop and (self._core.has_work or self._lockstep):
                 self._send(self._core.step())
+            elif not self._stopping:
+                self._executor.idle()
             if self._executor.agreement.stop:
                 self._send([*self._core.abort_all()])
                 return
@@ -181,19 +180,6 @@ def _store(place: Place) -> dist.Store:
     return dist.PrefixStore("snapmla", store)
 
 
-def _core(config: EngineConfig, executor: Executor, info: WorkerInfo, parallel: ParallelContext) -> EngineCore:
-    scheduler = Scheduler(
-        config.scheduler,
-        BlockManager(info.num_blocks, config.prefix_cache),
-        max_model_len=info.max_model_len,
-        vocab_size=info.model_config.vocab_size,
-        num_speculative_tokens=config.num_speculative_tokens,
-        dp_rank=parallel.dp_rank,
-        seed=config.seed + parallel.dp_rank,  # replicas must not draw the same noise
-    )
-    return EngineCore(scheduler, executor, asynchronous=info.asynchronous, lockstep=parallel.world_size > 1)
-
-
 def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Address, heartbeat: Heartbeat) -> None:
     heartbeat.enter("process groups")
     device = choose_device(config.device, place.local_rank, place.local_world_size)
@@ -225,5 +211,6 @@ def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Addre
             config.num_speculative_tokens,
         )
     )
-    Leader(_core(config, executor, info, parallel), executor, link, heartbeat, lockstep=parallel.world_size > 1).run()
+    core = assemble_core(config, executor, info, parallel)
+    Leader(core, executor, link, heartbeat, lockstep=parallel.has_peers).run()
     link.close(linger_s=1.0)

@@ -79,6 +79,11 @@ class ParallelContext:
         return self.dp * self.tp
 
     @property
+    def has_peers(self) -> bool:
+        """Whether other ranks exist, whose steps must match this one's."""
+        return self.world_size > 1
+
+    @property
     def is_leader(self) -> bool:
         return self.tp_rank == 0
 
@@ -155,6 +160,10 @@ class SimulatedContext(ParallelContext):
     Nothing travels. The ranks that are missing are imagined as twins: each brings the same rows to the experts, and what it
     would compute is what this rank computes. Results have the right shapes; their values mean nothing.
     """
+
+    @property
+    def has_peers(self) -> bool:
+        return False
 
     def tp_all_gather(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         return x if self.tp == 1 else torch.cat([x] * self.tp, dim=dim)
