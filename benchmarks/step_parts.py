@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ PARTS = {
     "attention": ("plan_decode", "append_kv", "quantize_q", "mla_decode"),
     "linears": ("linear", "gated_mlp", "bmm", "mm"),
     "experts": ("router_logits", "route", "grouped_mlp"),
-    "norms": ("rms_norm",),
+    "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
     "sampling": ("sample",),
 }
@@ -142,16 +142,26 @@ class Recorder:
 
 
 def _bytes(*values: Any) -> int:
-    """Of all tensors in `values`, block scales and cached queries included."""
+    """Of all tensors in `values`, also inside tuples and the layouts of kernels/layout.py."""
     total = 0
     for value in values:
         if isinstance(value, torch.Tensor):
             total += value.numel() * value.element_size()
         elif isinstance(value, (tuple, list)):
             total += _bytes(*value)
-        elif isinstance(value, BlockScaledWeight):
-            total += _bytes(value.data, value.scale)
+        elif is_dataclass(value):
+            total += _bytes(*(getattr(value, item.name) for item in fields(value)))
     return total
+
+
+def _read(rows: Any) -> Any:
+    """What a product reads of its rows: where they come quantized, not the plain ones beside them."""
+    return getattr(rows, "quantized", rows)
+
+
+def _num_rows(rows: Any) -> int:
+    data = rows if isinstance(rows, torch.Tensor) else rows.quantized.data
+    return data.shape[:-1].numel()
 
 
 def _size(weight: torch.Tensor | BlockScaledWeight) -> torch.Size:
@@ -184,19 +194,19 @@ def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
             return _bytes(*args[:2]) + _bytes(result.content, result.rope, result.scale), 0
         case "linear" | "router_logits":
             x, weight = args
-            return _bytes(x, weight, result), 2 * x.shape[:-1].numel() * _size(weight).numel()
+            return _bytes(_read(x), weight, result), 2 * _num_rows(x) * _size(weight).numel()
         case "gated_mlp":
-            return _bytes(*args, result), 2 * args[0].shape[0] * sum(_size(weight).numel() for weight in args[1:])
+            return _bytes(_read(args[0]), *args[1:], result), 2 * _num_rows(args[0]) * sum(_size(w).numel() for w in args[1:])
         case "grouped_mlp":
             x, _, ids, gate_up, down = args
             count = _size(gate_up)[0]
             local = ids[(ids >= kwargs["first_expert"]) & (ids < kwargs["first_expert"] + count)]
             touched, pairs = local.unique().numel(), local.numel()
             weights = _bytes(gate_up, down) // count * touched
-            return weights + _bytes(x, result), 2 * pairs * (_size(gate_up)[1:].numel() + _size(down)[1:].numel())
+            return weights + _bytes(_read(x), result), 2 * pairs * (_size(gate_up)[1:].numel() + _size(down)[1:].numel())
         case "bmm" | "mm":
             return _bytes(*args, result), 2 * args[0].numel() * args[1].shape[-1]
-        case "route" | "rms_norm":
+        case "route" | "rms_norm" | "rms_norm_quantized":
             return _bytes(args, list(kwargs.values()), result), 0
         case "sample":
             return _bytes(args[0], result), 0
