@@ -178,13 +178,15 @@ def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[
         steps.run(1)
     capture_seconds = steps.runner.capture_graphs(show_progress=False, sizes=[case.batch]) if cuda else 0.0
     steps.run(WARM_STEPS if cuda else 1)
-    step_us = 1e6 * statistics.median(steps.run(WINDOW_STEPS) / WINDOW_STEPS for _ in range(WINDOWS if cuda else 1))
+    windows = [1e6 * steps.run(WINDOW_STEPS) / WINDOW_STEPS for _ in range(WINDOWS if cuda else 1)]
+    step_us = statistics.median(windows)
     with torch.inference_mode():
         operations = break_down(recorder.calls, ceilings, case.fmt, rank.device)
     parts = parts_of(operations)
     roofline_us = sum(part["roofline_us"] for part in parts.values())
     return {
         "step_us": step_us,
+        "window_us": windows,
         "tokens_per_s_per_gpu": 1e6 * case.batch / rank.parallel.tp / step_us,
         "roofline_us": roofline_us,
         "roofline_share": roofline_us / step_us,
