@@ -115,7 +115,7 @@ class Choice:
             "delta": body,
             "logprobs": chat_logprobs(delta.logprobs),
             "finish_reason": self._finish_reason(delta.finish_reason),
-            **self._extras(delta, delta.stop_reason),
+            **self._extras(delta),
         }
 
     def _with_pending(self, delta: OutputDelta) -> OutputDelta:
@@ -127,8 +127,10 @@ class Choice:
         return delta
 
     def _completion_chunk(self, delta: OutputDelta, first: bool) -> dict[str, Any]:
-        offset = len(self.stream.text) - len(delta.text)
-        text, scores = delta.text, CompletionLogprobs(self._work.params.logprobs)
+        text = delta.text
+        if not self._work.echo and self._work.params.logprobs is None:
+            return self._completion_entry(delta, text, None, first)
+        offset, scores = self.stream.text_length - len(text), CompletionLogprobs(self._work.params.logprobs)
         if self._work.echo:
             pieces = self.stream.prompt_pieces()
             offset += sum(map(len, pieces))
@@ -137,14 +139,19 @@ class Choice:
                 text = "".join(pieces) + text
                 scores.add_prompt(pieces, delta.prompt_logprobs)
         scores.add(delta.logprobs)
-        return {
+        return self._completion_entry(delta, text, scores.body(offset), first)
+
+    def _completion_entry(self, delta: OutputDelta, text: str, logprobs: dict[str, Any] | None, first: bool) -> dict[str, Any]:
+        entry = {
             "index": self.index,
             "text": text,
-            "logprobs": scores.body(offset),
+            "logprobs": logprobs,
             "finish_reason": delta.finish_reason,
-            **self._extras(delta, delta.stop_reason),
-            **({"prompt_token_ids": self._prompt_ids} if first and self._work.return_token_ids else {}),
+            **self._extras(delta),
         }
+        if first and self._work.return_token_ids:
+            entry["prompt_token_ids"] = self._prompt_ids
+        return entry
 
     def _generate_chunk(self, delta: OutputDelta) -> dict[str, Any]:
         body = {
@@ -177,32 +184,27 @@ class Choice:
                 "message": self._message.body(),
                 "logprobs": chat_logprobs(whole.logprobs),
                 "finish_reason": self._finish_reason(whole.finish_reason),
-                **self._extras(whole, whole.stop_reason),
+                **self._extras(whole),
                 **({"prompt_token_ids": self._prompt_ids} if work.return_token_ids else {}),
             }
         pieces = stream.prompt_pieces() if work.echo else []
         scores = CompletionLogprobs(work.params.logprobs)
         scores.add_prompt(pieces, whole.prompt_logprobs)
         scores.add(whole.logprobs)
-        return {
-            "index": self.index,
-            "text": "".join(pieces) + whole.text,
-            "logprobs": scores.body(0),
-            "finish_reason": whole.finish_reason,
-            **self._extras(whole, whole.stop_reason),
-            **({"prompt_token_ids": self._prompt_ids} if work.return_token_ids else {}),
-        }
+        return self._completion_entry(whole, "".join(pieces) + whole.text, scores.body(0), first=True)
 
     def _finish_reason(self, reason: str | None) -> str | None:
         assert self._parser is not None
         called = self._parser.num_calls and not self._work.forced_call  # a function forced by name ends with "stop"
         return "tool_calls" if reason == "stop" and called else reason
 
-    def _extras(self, delta: OutputDelta, stop_reason: int | str | None) -> dict[str, Any]:
-        extras: dict[str, Any] = {"stop_reason": stop_reason}
+    def _extras(self, delta: OutputDelta) -> dict[str, Any]:
+        extras: dict[str, Any] = {"stop_reason": delta.stop_reason}
         if self._work.return_token_ids:
             extras["token_ids"] = delta.token_ids
-        return extras | self._prompt_scores(delta.prompt_logprobs)
+        if delta.prompt_logprobs is not None:
+            extras |= self._prompt_scores(delta.prompt_logprobs)
+        return extras
 
     def _prompt_scores(self, entries: list[TokenText | None] | None) -> dict[str, Any]:
         if not self._work.show_prompt_logprobs or entries is None:

@@ -52,6 +52,8 @@ class OutputDelta(msgspec.Struct):
 class OutputStream:
     """Output of one choice so far. Totals (`text`, `token_ids`, `logprobs`, counts) are valid after every push.
 
+    Runs for every token of every stream, so the common push (one token, no stop strings) makes nothing it does not need.
+
     keep: special token ids that stay visible for a parser behind this stream (tool-call marks)
     tokens_with_text: deliver tokens together with the text they made; False delivers each token at once
     """
@@ -70,9 +72,11 @@ class OutputStream:
         self._prompt_ids = prompt_ids
         self._tokens_with_text = tokens_with_text
         self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens, keep)
+        self._longest_stop = max(map(len, params.stop), default=0)
         self._held = ""  # text not yet released: the longest end that could still become a stop string
         self._unsent = OutputDelta()
-        self.text = ""
+        self._pieces: list[str] = []  # of `text`, joined when somebody asks
+        self.text_length = 0  # characters
         self.token_ids: list[int] = []
         self.logprobs: list[TokenText] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenText | None] | None = None
@@ -80,6 +84,10 @@ class OutputStream:
         self.stop_reason: int | str | None = None
         self.num_prompt_tokens = len(prompt_ids)
         self.num_cached_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(self._pieces)
 
     @property
     def num_output_tokens(self) -> int:
@@ -91,7 +99,7 @@ class OutputStream:
         if self.finish_reason is not None:
             return OutputDelta()
         self.num_cached_tokens = output.num_cached_tokens or self.num_cached_tokens
-        delta = self._unsent
+        delta, self._unsent = self._unsent, OutputDelta()
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs = [
                 None if scored is None else self._scored(scored, piece)
@@ -101,9 +109,7 @@ class OutputStream:
         for index, token_id in enumerate(output.token_ids):
             ends = index == last and output.finish_reason == "stop"
             piece = self._detokenizer.push(token_id) if not ends or self._params.include_stop_str_in_output else ""
-            stop = self._append(piece) if not ends else None
-            if ends:
-                self._held += piece
+            stop = self._append(piece, may_stop=not ends)
             self._record(delta, token_id, piece, output.logprobs[index] if output.logprobs else None)
             if stop is not None:
                 delta.text += self._held
@@ -121,16 +127,16 @@ class OutputStream:
                 self.logprobs[-1] = delta.logprobs[-1]
             self._finish(delta, output.finish_reason, output.stop_reason)
         else:
-            keep = self._could_be_stop(self._held)
+            keep = self._could_be_stop(self._held) if self._longest_stop else 0
             delta.text += self._held[: len(self._held) - keep]
             self._held = self._held[len(self._held) - keep :]
         return self._deliver(delta)
 
-    def _append(self, piece: str) -> str | None:
+    def _append(self, piece: str, may_stop: bool) -> str | None:
         """Add text; the stop string that it completes, with the held text cut to what remains visible."""
         seen = len(self._held)
         self._held += piece
-        if not piece or not self._params.stop or len(self.token_ids) + 1 < self._params.min_tokens:
+        if not (may_stop and piece and self._longest_stop) or len(self.token_ids) + 1 < self._params.min_tokens:
             return None
         # The first to be complete wins, the longer one of two that end together: independent of how tokens cut the text.
         ends = [(end, start, stop) for stop in self._params.stop for start, end in _matches(self._held, stop, seen)]
@@ -142,7 +148,7 @@ class OutputStream:
 
     def _could_be_stop(self, text: str) -> int:
         """Length of the longest end of `text` that begins a stop string."""
-        for start in range(max(0, len(text) - max(map(len, self._params.stop), default=1) + 1), len(text)):
+        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
             if any(stop.startswith(text[start:]) for stop in self._params.stop):
                 return len(text) - start
         return 0
@@ -161,12 +167,12 @@ class OutputStream:
         self.stop_reason = delta.stop_reason = stop_reason
 
     def _deliver(self, delta: OutputDelta) -> OutputDelta:
-        self.text += delta.text
-        if delta.text or delta.finish_reason is not None or not self._tokens_with_text:
-            self._unsent = OutputDelta()
-            return delta
-        self._unsent = delta
-        return OutputDelta()
+        if delta.text:
+            self._pieces.append(delta.text)
+            self.text_length += len(delta.text)
+        elif delta.finish_reason is None and self._tokens_with_text:
+            delta, self._unsent = self._unsent, delta
+        return delta
 
     def _scored(self, scored: TokenLogprob, piece: str) -> TokenText:
         tokenizer = self._tokenizer

@@ -192,19 +192,17 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, keep: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._keep = keep
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._token_bytes = tokenizer.token_bytes
+        self._hidden = tokenizer.special_token_ids - keep if skip_special else frozenset[int]()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
         """Text that became certain with this id. Raises RequestRejected for an id out of range."""
-        hide = self._skip_special and token_id not in self._keep
-        return self._decoder.decode(self._tokenizer.visible_bytes(token_id, hide))
+        return "" if token_id in self._hidden else self._decode(self._token_bytes(token_id))
 
     def finish(self) -> str:
         """What a trailing incomplete character leaves: U+FFFD or nothing."""
-        return self._decoder.decode(b"", final=True)
+        return self._decode(b"", final=True)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
+import uvloop
 
 from engine.config import FrontEndConfig
 from engine.errors import EngineError
@@ -26,7 +27,7 @@ from engine.served_model import ServedModel
 from engine.transport import FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient, State
-from server.http import AccessLog
+from server.http import AccessLog, http_server_config
 from server.metrics import Metrics
 from server.serving import Serving
 from server.startup import StartupTable
@@ -86,19 +87,8 @@ class FrontEnd:
         self._table = StartupTable(parallel.world_size, self._client.waiting_for)
         self._client.on_phase = self._table.add
         self._access_log = AccessLog(server.access_log)
-        self._server = _Server(
-            uvicorn.Config(
-                create_app(Serving(self._model, self._client), server, self._access_log),
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                ws="none",
-                h11_max_incomplete_event_size=server.max_header_bytes * 2,
-                timeout_graceful_shutdown=5,
-            )
-        )
+        app = create_app(Serving(self._model, self._client), server, self._access_log)
+        self._server = _Server(http_server_config(app, server))
 
     async def run(self) -> int:
         """Exit status of the process."""
@@ -197,7 +187,7 @@ def main() -> int:
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    return asyncio.run(front_end.run())
+    return uvloop.run(front_end.run())
 
 
 if __name__ == "__main__":

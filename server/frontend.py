@@ -10,7 +10,6 @@ import asyncio
 import enum
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -68,7 +67,7 @@ class Generation:
 
     __slots__ = (
         "_items", "_waiter", "arrival", "arrived_at", "cost", "dp_rank", "failure", "first_choice", "first_token", "group", "last_token",
-        "request_id", "stopped_at", "terminal",
+        "request_id", "shown", "stopped_at", "terminal",
     )  # fmt: skip
 
     def __init__(self, request_id: str, group: str, dp_rank: int, cost: int, arrival: float, first_choice: bool) -> None:
@@ -78,13 +77,14 @@ class Generation:
         self.dp_rank = dp_rank
         self.cost = cost
         self.arrival = arrival
-        self.arrived_at = 0.0  # loop time at which the oldest undelivered output came
+        self.arrived_at = 0.0  # time.time() at which the oldest undelivered output came
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self.shown = False  # its first token is on the way to the client
         self.stopped_at: int | None = None  # tokens up to a stop string that the front end found
         self.terminal = False
         self.failure: EngineError | None = None
-        self._items: deque[TokenOutput] = deque()
+        self._items: list[TokenOutput] = []
         self._waiter: asyncio.Future[None] | None = None
 
     async def outputs(self) -> list[TokenOutput]:
@@ -96,8 +96,7 @@ class Generation:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._items:
-            items = list(self._items)
-            self._items.clear()
+            items, self._items = self._items, []
             return items
         assert self.failure is not None
         raise self.failure
@@ -142,6 +141,8 @@ class EngineClient:
         self._peers: dict[bytes, tuple[int, str]] = {}
         self._open: dict[str, Generation] = {}
         self._groups: dict[str, int] = {}  # id the client knows -> its open choices
+        self._written: list[tuple[Generation, float | None]] = []
+        self._delivery = self.metrics.histograms["frontend_delivery_seconds"]
         self._idle = asyncio.Event()
         self._idle.set()
         self._nonce = 0
@@ -242,9 +243,26 @@ class EngineClient:
             self.abort(generation)
         return len(matching)
 
-    def delivered(self, generation: Generation, num_tokens: int) -> None:
-        """num_tokens more tokens of a request are on their way to its client."""
+    def delivered(self, generation: Generation, num_tokens: int, arrived: float | None = None) -> None:
+        """num_tokens more tokens of a request are on their way to its client.
+
+        arrived: time.time() of the oldest of them, for tokens that were written to a stream. The event loop empties its
+        write buffers at the end of a turn, so the clock is read in the next one, once for all streams.
+        """
         self.metrics.counters["generation_tokens"][generation.dp_rank] += num_tokens
+        if not self._written:
+            self._loop.call_soon(self._flushed)
+        self._written.append((generation, arrived))
+
+    def _flushed(self) -> None:
+        now = time.time()
+        for generation, arrived in self._written:
+            if arrived is not None:
+                self._delivery[generation.dp_rank].observe(now - arrived)
+            if not generation.shown and generation.first_token is not None:
+                generation.shown = True
+                self.metrics.first_token(generation.dp_rank, now - generation.arrival)
+        self._written.clear()
 
     def reset_prefix_cache(self) -> None:
         for peer in self._leaders.values():
@@ -380,7 +398,6 @@ class EngineClient:
             if count:
                 if generation.first_token is None:
                     generation.first_token = now
-                    self.metrics.first_token(generation.dp_rank, now - generation.arrival)
                     if generation.first_choice:
                         self.metrics.prompt(generation.dp_rank, output)
                     if count > 1:

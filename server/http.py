@@ -1,4 +1,7 @@
-"""What every HTTP request meets before a route: request id, bounds, API key, access log. Plain ASGI, no per-chunk cost."""
+"""What every HTTP request meets before a route: the protocol and its bounds, request id, API key, access log.
+
+Apart from the protocol it is plain ASGI, and the chunks of a stream pass none of it.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from queue import SimpleQueue
 from typing import Any
 
 import msgspec
+import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from engine.config import ServerConfig
 from server.metrics import Metrics
 
 OPEN_PATHS = ("/health", "/ready")  # what a probe without a key may see
@@ -32,6 +38,46 @@ def error_body(message: str, kind: str, code: str | None = None, param: str | No
 
 class BodyTooLarge(Exception):
     """More body arrived than ServerConfig.max_body_bytes; the app answers 413."""
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol over a parser in C that has no bounds, with one: bytes that are no body (request line, headers,
+    chunk sizes, trailers) since the last piece of a body."""
+
+    _loose = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._loose += len(data)
+        super().data_received(data)
+        limit = self.config.h11_max_incomplete_event_size or 0
+        if self._loose > limit and not self.transport.is_closing():
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._loose = 0
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self._loose = 0
+        super().on_body(body)
+
+
+def http_server_config(app: ASGIApp, config: ServerConfig) -> uvicorn.Config:
+    """uvicorn as every server of ours runs it."""
+    return uvicorn.Config(
+        app,
+        http=BoundedHttp,
+        h11_max_incomplete_event_size=config.max_header_bytes * 2,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )
 
 
 class AccessLog:
@@ -92,7 +138,9 @@ class Door:
         began = time.time()
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         notes: dict[str, Any] = {}
-        scope["state"] = {**scope.get("state", {}), "arrival": began, "notes": notes, "request_id": _request_id(headers)}
+        scope["state"] = {
+            **scope.get("state", {}), "arrival": began, "notes": notes, "request_id": _request_id(headers), "send": send,
+        }  # fmt: skip
         status = 500
 
         async def reply(message: Message) -> None:

@@ -6,8 +6,7 @@ A client that leaves, mid-stream or before its first token, aborts its choices; 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -30,6 +29,7 @@ _EVENT_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+_NO_ENTRIES = b'"choices":[]'  # no text of a body can hold it: quotes inside a JSON string are escaped
 _json = msgspec.json.Encoder().encode
 
 
@@ -109,47 +109,42 @@ class _Run:
         for generation, _ in self.pairs:
             self.client.abort(generation)
 
-    async def pump(
-        self, generation: Generation, choice: Choice, deliver: Callable[[list[dict[str, Any]]], Awaitable[None]] | None = None
-    ) -> None:
-        """Take a choice's tokens until it has finished; deliver: gets the stream entries of what arrived together."""
-        delivery = self.client.metrics.histograms["frontend_delivery_seconds"][generation.dp_rank]
+    async def pump(self, generation: Generation, choice: Choice, events: _Events | None) -> None:
+        """Take a choice's tokens until it has finished, and stream them. A failure aborts the other choices."""
+        client, stream = self.client, choice.stream
         before = 0
-        while choice.stream.finish_reason is None:
-            outputs = await generation.outputs()
-            arrived = generation.arrived_at
-            entries = []
-            for output in outputs:
-                entry = choice.push(output)
-                if entry is not None:
-                    entries.append(entry)
-                if choice.stopped_by_string:
-                    self.client.stop(generation, choice.stream.num_output_tokens)
-                    break
-            if not self.work.prompt_only:
-                count = choice.stream.num_output_tokens
-                self.client.delivered(generation, count - before)
-                before = count
-            if deliver is not None and entries:
-                await deliver(entries)
-                delivery.observe(time.time() - arrived)
-
-    async def all(self, deliver: Callable[[list[dict[str, Any]]], Awaitable[None]] | None = None) -> None:
-        """Pump every choice. If one fails the others are aborted, and the first failure is raised."""
-        if len(self.pairs) == 1:
-            await self._or_abort(self.pump(*self.pairs[0], deliver))
-            return
-        tasks = [asyncio.create_task(self._or_abort(self.pump(*pair, deliver))) for pair in self.pairs]
-        for result in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    async def _or_abort(self, pumping: Awaitable[None]) -> None:
         try:
-            await pumping
+            while stream.finish_reason is None:
+                outputs = await generation.outputs()
+                arrived = generation.arrived_at
+                entries = []
+                for output in outputs:
+                    entry = choice.push(output)
+                    if entry is not None:
+                        entries.append(entry)
+                    if choice.stopped_by_string:
+                        client.stop(generation, stream.num_output_tokens)
+                        break
+                count = 0 if self.work.prompt_only else stream.num_output_tokens
+                if events is None:
+                    client.delivered(generation, count - before)
+                elif entries:
+                    await events.deliver(entries)
+                    client.delivered(generation, count - before, arrived)
+                else:
+                    continue  # counted with the chunk that will carry them
+                before = count
         except EngineError:
             self.abort()
             raise
+
+    async def all(self, events: _Events | None) -> None:
+        """Pump every choice, each in a task: waking one must not climb through the layers above a request. If one fails,
+        the first failure is raised when all have ended."""
+        tasks = [asyncio.create_task(self.pump(*pair, events)) for pair in self.pairs]
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def note(self, scope: Scope, failure: EngineError | None) -> None:
         """What the access log says about the end."""
@@ -176,10 +171,10 @@ class _Generated(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         run = self.run
         watcher = asyncio.create_task(self._watch(receive))
-        stream = _Events(run, send) if run.work.stream else None
+        stream = _Events(run, send, scope["state"]["send"]) if run.work.stream else None
         failure: EngineError | None = None
         try:
-            await run.all(stream.deliver if stream is not None else None)
+            await run.all(stream)
         except EngineError as error:
             failure = error
         finally:
@@ -200,14 +195,18 @@ class _Generated(Response):
 
 
 class _Events:
-    """A run's chunks on their way to the socket."""
+    """A run's chunks on their way to the socket.
 
-    def __init__(self, run: _Run, send: Send) -> None:
-        self._run, self._send = run, send
+    start: takes the response's headers, through every layer; send: takes its body, to the server itself
+    """
+
+    def __init__(self, run: _Run, start: Send, send: Send) -> None:
+        self._run, self._start, self._send = run, start, send
+        self._head, _, self._tail = _event(chunk_body(run.model, run.work, [], run.created)).partition(_NO_ENTRIES)
         self.started = False
 
     async def deliver(self, entries: list[dict[str, Any]]) -> None:
-        """Send choice entries, each as a chunk."""
+        """Send choice entries, each as a chunk, in one write."""
         await self._write(b"".join(map(self._chunk, entries)), more=True)
 
     async def finish(self, failure: EngineError | None) -> None:
@@ -223,15 +222,16 @@ class _Events:
     async def _write(self, events: bytes, more: bool) -> None:
         if not self.started:
             self.started = True
-            await self._send({"type": "http.response.start", "status": 200, "headers": list(_EVENT_HEADERS)})
+            await self._start({"type": "http.response.start", "status": 200, "headers": list(_EVENT_HEADERS)})
             first = [chunk for choice in self._run.choices if (chunk := choice.first_chunk()) is not None]
             events = b"".join(map(self._chunk, first)) + events
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
 
     def _chunk(self, entry: dict[str, Any]) -> bytes:
         run = self._run
-        totals = usage(run.work, run.choices) if run.work.continuous_usage else None
-        return _event(chunk_body(run.model, run.work, [entry], run.created, totals))
+        if run.work.continuous_usage:
+            return _event(chunk_body(run.model, run.work, [entry], run.created, usage(run.work, run.choices)))
+        return b'%b"choices":[%b]%b' % (self._head, _json(entry), self._tail)
 
 
 def _event(body: dict[str, Any]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+import uvloop
 
 from engine.config import ServerConfig
 from engine.hub import resolve_model
@@ -20,7 +21,7 @@ from engine.served_model import ServedModel
 from engine.transport import FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient
-from server.http import AccessLog
+from server.http import AccessLog, http_server_config
 from server.metrics import Metrics
 from server.serving import Serving
 from tests.server.fake_replica import FakeReplica
@@ -107,14 +108,7 @@ async def running(
     await asyncio.wait_for(client.all_ready.wait(), 10)
     log = KeptLog()
     bound = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(
-        uvicorn.Config(
-            create_app(Serving(model, client), config, log),
-            lifespan="off",
-            log_config=None,
-            h11_max_incomplete_event_size=config.max_header_bytes * 2,
-        )
-    )
+    web = uvicorn.Server(http_server_config(create_app(Serving(model, client), config, log), config))
     serving = asyncio.create_task(web._serve([bound]))
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{bound.getsockname()[1]}", timeout=30) as http:
@@ -128,4 +122,4 @@ async def running(
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
+    uvloop.run(test())  # type: ignore[arg-type]
