@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from engine.config import CACHE_FORMATS, DTYPES, EngineConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from engine.config import ACCEPTANCES, CACHE_FORMATS, DTYPES, EngineConfig, ParallelConfig, SchedulerConfig, ServerConfig
 from engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -19,6 +19,7 @@ CHOICES = {
     "kernels": ("auto", "reference"),
     "load_format": ("auto", "dummy"),
     "policy": ("fcfs", "priority"),
+    "speculative_acceptance": ACCEPTANCES,
 }
 HELP = {
     "model": "local folder or hub id (default: the bundled demo model)",
@@ -34,9 +35,9 @@ HELP = {
     "memory_fraction": "part of the free device memory that may be used",
     "prefix_cache": "share the cache of equal prompt beginnings",
     "cuda_graphs": "replay captured graphs for decode steps",
-    "fast_start": "capture few of them before serving, the others in idle moments and between steps",
     "async_scheduling": "prepare the next step while one runs",
     "num_speculative_tokens": "draft tokens per step from the model's MTP layer (0: off)",
+    "speculative_acceptance": "exact: the tokens are those without speculation; ratio: the same distribution, more drafts accepted",
     "simulate_world": "dp=N,tp=N,ep=N: time one rank of that deployment alone, with --load-format dummy; tokens mean nothing",
     "seed": "of requests that bring none",
     "fidelity_fraction": "part of the steps in which attention is compared with exact attention, per layer (0: off)",

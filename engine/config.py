@@ -9,6 +9,7 @@ from engine.errors import ConfigError
 
 CACHE_FORMATS = ("auto", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "float32", "bfloat16")
+ACCEPTANCES = ("exact", "ratio")
 MAX_SPECULATIVE_TOKENS = 3
 MAX_NUM_SEQS = 1 << 16  # every rank keeps tables of so many rows
 
@@ -93,7 +94,8 @@ class EngineConfig:
     cache_memory_bytes: bytes of cache per rank; 0 means memory_fraction of free device memory (CPU: 1 GiB)
     simulate_world: "dp=8,tp=1,ep=8" makes this one process hold and compute what one rank of that many would, with dummy
         weights and without collectives: for timing only, its tokens mean nothing. ep may be left out, it is dp * tp
-    fast_start: capture few CUDA graphs before serving, the others while it does
+    speculative_acceptance: exact (drafts that equal the token the plain path samples) or ratio (min(1, p / q): the same
+        distribution, more accepted drafts, other tokens than without speculation); see engine/speculative.py
     fidelity_fraction: part of the steps in which attention is compared with exact attention (engine/fidelity.py); 0 is off
     """
 
@@ -110,9 +112,9 @@ class EngineConfig:
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     cuda_graphs: bool = True
-    fast_start: bool = False
     async_scheduling: bool = True
     num_speculative_tokens: int = 0
+    speculative_acceptance: str = "exact"
     simulate_world: str = ""
     seed: int = 0
     fidelity_fraction: float = 0.0
@@ -134,6 +136,9 @@ class EngineConfig:
         _at_least("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
+        _choice("speculative_acceptance", self.speculative_acceptance, ACCEPTANCES)
+        if self.speculative_acceptance == "ratio" and not self.num_speculative_tokens:
+            raise ConfigError("speculative_acceptance: ratio is for drafts, and num_speculative_tokens is 0: there are none")
         _at_least("seed", self.seed, 0)
         if self.scheduler.max_num_batched_tokens <= self.num_speculative_tokens:
             raise ConfigError(

@@ -21,7 +21,7 @@ from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
 from engine.sampler import TokenScores, sample, score
 from engine.sampling_state import Matcher, SamplingState
-from engine.speculative import DecodeLines, Drafter, DraftRows, count_accepted
+from engine.speculative import DecodeLines, Drafter, DraftRows, Ratio, count_accepted
 from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
@@ -153,6 +153,7 @@ class ModelRunner:
     """One rank's model, cache and row tables.
 
     num_speculative_tokens: drafts made for every sampled sequence; needs a model with its MTP head
+    ratio_acceptance: accept them by ratio rather than by equality (engine/speculative.py)
     matcher: makes the Matcher of a request's grammar; None where grammars are refused
     probe: compares attention with exact attention in some steps (engine/fidelity.py)
     """
@@ -169,6 +170,7 @@ class ModelRunner:
         device: torch.device,
         context_tokens: int = CONTEXT_TOKENS,
         num_speculative_tokens: int = 0,
+        ratio_acceptance: bool = False,
         matcher: Callable[[str], Matcher] | None = None,
         probe: FidelityProbe | None = None,
     ) -> None:
@@ -184,6 +186,7 @@ class ModelRunner:
         # The host's copy of the table turns positions into slots; the device's serves attention. Both follow the plans.
         self._host_table = np.full((max_num_seqs, max_blocks), cache.null_block, dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
+        self._max_slots = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that are ever computed
         self._block_table = torch.full((max_num_seqs, max_blocks), cache.null_block, dtype=torch.int32, device=device)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._accepted = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # drafts, in the row's last verification
@@ -198,6 +201,8 @@ class ModelRunner:
                 model,
                 depth=num_speculative_tokens,
                 max_num_seqs=max_num_seqs,
+                vocab_size=self._vocab_size,
+                ratio=ratio_acceptance,
                 num_heads=self._local_heads,
                 fmt=cache.format,
                 device=device,
@@ -257,11 +262,10 @@ class ModelRunner:
             return self.model.forward(batch)
         return self._graphs.forward(batch, self._sequences_to_replay(plan))
 
-    def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None, fast_start: bool = False) -> float:
+    def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None) -> float:
         """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same.
 
         sizes: numbers of sequences, ascending; None takes what covers all batches
-        fast_start: few of them now, the others by `capture_next_graph`
         """
         self._graphs = GraphRunner(
             self.model.forward,
@@ -273,25 +277,10 @@ class ModelRunner:
             num_heads=self._local_heads,
             fmt=self.cache.format,
             device=self.device,
-            agree=self._all_ranks,
-            fast_start=fast_start,
             drafter=self._drafter,
             probe=self._probe,
         )
         return self._graphs.capture(show_progress)
-
-    @property
-    def graphs_complete(self) -> bool:
-        """Whether `capture_next_graph` has nothing to do; the same on every rank."""
-        return self._graphs is None or self._graphs.complete
-
-    def capture_next_graph(self, num_sequences: int, query_len: int) -> None:
-        """Add one graph after a fast start, best the one for steps of so many sequences; all ranks do between the same steps."""
-        if self._graphs is not None and not self._graphs.complete:
-            self._graphs.capture_next(num_sequences, query_len)
-
-    def _all_ranks(self, could: bool) -> bool:
-        return bool(self.parallel.ep_all_gather(torch.tensor([int(could)], device=self.device)).min())
 
     def _keep_tokens(self, plan: StepPlan, inputs: _Inputs, tokens: torch.Tensor) -> torch.Tensor | None:
         """Store each sequence's last token. Returns the accepted drafts of each decode sequence, None without drafts."""
@@ -344,8 +333,13 @@ class ModelRunner:
                 self._sampling.free(row)
         for new in plan.new_sequences:
             self._num_blocks[new.row] = 0
+            most = new.params.max_tokens
+            # The last token of all is sampled but not computed.
+            self._max_slots[new.row] = self._max_model_len if most is None else new.num_prompt_tokens + most - 1
             if self._leads:
                 self._sampling.start(new)
+        if self._drafter is not None:
+            self._drafter.start(plan.new_sequences)
         for step in (*plan.decodes, *plan.prefills):
             if step.new_blocks:
                 first, count = int(self._num_blocks[step.row]), len(step.new_blocks)
@@ -387,7 +381,7 @@ class ModelRunner:
         if query_len > 1:
             arrays += [live, (num_drafts + 1).astype(np.int32)]
         if self._drafter is not None:
-            num_slots = np.minimum(self._num_blocks[draft_rows] * BLOCK_SIZE, self._max_model_len)
+            num_slots = np.minimum(self._num_blocks[draft_rows] * BLOCK_SIZE, self._max_slots[draft_rows])
             arrays += [_next_ids_of(plan), first_lines, draft_rows, positions[first_lines], num_slots, ahead]
         moved = to_device(arrays, self.device)
         d_ids, d_positions, d_slots, d_decode_rows, d_seq_lens, d_num_drafts, d_prefill_rows, cu_lens_q = moved[:8]
@@ -480,10 +474,14 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Sample `rows`, one line of FP32 logits [n, vocab] each; log probabilities are added to `scored`."""
         batch = self._sampling.with_grammars(self._sampling.batch(rows), rows)
+        ratio = None
+        if self._drafter is not None and inputs.drafts is not None and inputs.num_drafts is not None:
+            ratio = self._drafter.ratio(inputs.drafts, inputs.num_drafts, inputs.sample_rows)
         if inputs.drafts is not None and batch.penalties is not None:
-            tokens = self._sample_in_order(logits, inputs, rows)
+            tokens = self._sample_in_order(logits, inputs, rows, ratio)
         else:
-            tokens = sample(logits, inputs.sample_positions, batch, self._sampling.counts)
+            drawer = ratio.draw if ratio is not None else None
+            tokens = sample(logits, inputs.sample_positions, batch, self._sampling.counts, drawer=drawer)
         if batch.logprob_rows is not None:
             lines = batch.logprob_rows
             wanted = [row for row in rows if self._sampling.num_logprobs(row) is not None]
@@ -492,7 +490,7 @@ class ModelRunner:
             scored.append((False, _Scored(wanted, chosen, scores)))
         return tokens
 
-    def _sample_in_order(self, logits: torch.Tensor, inputs: _Inputs, rows: list[int]) -> torch.Tensor:
+    def _sample_in_order(self, logits: torch.Tensor, inputs: _Inputs, rows: list[int], ratio: Ratio | None) -> torch.Tensor:
         """Sample the lines of decode sequences one after the other, since penalties count the tokens before.
 
         A sequence's tokens count up to its first rejected draft; what is drawn behind it is dropped anyway.
@@ -516,6 +514,7 @@ class ModelRunner:
                 batch,
                 self._sampling.counts,
                 live,
+                ratio.lines(lines).draw if ratio is not None else None,
             )
             tokens.index_copy_(0, lines, drawn)
             if index < query_len - 1:

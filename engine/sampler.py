@@ -10,6 +10,7 @@ do not depend on the order of addition. Nothing here knows requests or steps; en
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +100,7 @@ class SamplingBatch:
 
 
 GREEDY = SamplingBatch()
+Drawer = Callable[[torch.Tensor, torch.Tensor, Draws], torch.Tensor]  # of the signature of `draw`
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,14 @@ def sample(
     batch: SamplingBatch,
     counts: TokenCounts | None = None,
     counted: torch.Tensor | None = None,
+    drawer: Drawer | None = None,
 ) -> torch.Tensor:
     """Choose one token a row.
 
     logits: FP32 [n, vocab], not modified; positions: int64 [n], the position the chosen token will have
     counts: tables of the penalised rows; their in_output is advanced by the chosen tokens
     counted: bool [n], False where the chosen token is not counted; None counts all
+    drawer: draws the rows that are not greedy, in place of `draw`
     Returns int64 [n]; -1 where the row has no finite best logit (NaN, inf, or everything masked).
     """
     if batch.changes_logits:
@@ -133,7 +137,7 @@ def sample(
     best, tokens = logits.max(dim=-1)
     if batch.draws is not None:
         draws = batch.draws
-        drawn = draw(logits.index_select(0, draws.rows), positions.index_select(0, draws.rows), draws)
+        drawn = (drawer or draw)(logits.index_select(0, draws.rows), positions.index_select(0, draws.rows), draws)
         tokens.index_copy_(0, draws.rows, drawn)
     tokens = torch.where(best.isfinite(), tokens, -1)
     if batch.penalties is not None and counts is not None:
@@ -212,14 +216,20 @@ def unpack_mask(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, positions: torch.Tensor, draws: Draws) -> torch.Tensor:
     """Draw from softmax(logits / temperature) restricted by the filters, by adding Gumbel noise and taking the best."""
+    scaled = scale(logits, draws)
+    rows = max(1, _NOISE_ELEMENTS // logits.shape[1])  # bounds the noise's workspace
+    parts = zip(scaled.split(rows), draws.seeds.split(rows), positions.split(rows))
+    return torch.cat([part.add_(gumbel_noise(seeds, at, part.shape[1])).argmax(dim=-1) for part, seeds, at in parts])
+
+
+def scale(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
+    """Logits after temperature and filters, FP32 [r, vocab]: `draw` draws from their softmax."""
     scaled = logits - logits.amax(dim=-1, keepdim=True)  # best is 0: no temperature can make it overflow
     scaled /= draws.temperature[:, None]
     if draws.filters is not None:
         f = draws.filters
         scaled.index_copy_(0, f.rows, restrict(scaled.index_select(0, f.rows), f))
-    rows = max(1, _NOISE_ELEMENTS // logits.shape[1])  # bounds the noise's workspace
-    parts = zip(scaled.split(rows), draws.seeds.split(rows), positions.split(rows))
-    return torch.cat([part.add_(gumbel_noise(seeds, at, part.shape[1])).argmax(dim=-1) for part, seeds, at in parts])
+    return scaled
 
 
 def restrict(scaled: torch.Tensor, filters: Filters) -> torch.Tensor:
@@ -278,11 +288,20 @@ def gumbel_noise(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) 
     seeds, positions: int64 [n]. Each (seed, position) opens a SplitMix64 stream, read at the token id. The logarithms are
     FP64 and rounded once, so that CPU and CUDA agree to the bit but for a last-place difference of about 1 in 2**28.
     """
+    return uniform_noise(seeds, positions, vocab_size).log_().neg_().log_().neg_().float()
+
+
+def uniform_noise(seeds: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    """FP64 [n, size], strictly inside (0, 1): the stream of each (seed, position), read at 1 .. size."""
     key = _mix(_mix(seeds + _GOLDEN) + positions * _MIX_A)
-    tokens = torch.arange(1, vocab_size + 1, device=seeds.device)
+    tokens = torch.arange(1, size + 1, device=seeds.device)
     bits = _mix(key[:, None] + (tokens * _GOLDEN))
-    uniform = _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # strictly inside (0, 1)
-    return uniform.log_().neg_().log_().neg_().float()
+    return _shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)
+
+
+def other_seeds(seeds: torch.Tensor, stream: int) -> torch.Tensor:
+    """Seeds of a further stream of noise, 1 .. n, unrelated to that of `seeds`; int64 [n]."""
+    return _mix(_mix(seeds) + stream)
 
 
 def _mix(z: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,32 @@
 """Speculative decoding with the model's own draft head (MTP): verify what was drafted, draft again.
 
-Verification keeps the plain path's tokens exactly. Every line of a decode sequence is sampled as the plain path would sample
-that position, noise keyed by (seed, position); drafts are accepted while they equal the sampled tokens, so a draft is
-accepted with the probability the model gives it, and no token is ever drawn from another distribution.
+Exact acceptance keeps the plain path's tokens. Every line of a decode sequence is sampled as the plain path would sample that
+position, noise keyed by (seed, position), and drafts are accepted while they equal the sampled tokens. A draft is the token
+that the draft head's distribution q gives under the very same noise, so wherever q is close to the model's p both
+choose the same token, at any temperature: with total variation distance d they agree with probability (1 - d) / (1 + d) or
+more. Greedy rows draft the best token.
+
+Ratio acceptance draws drafts from q with noise of their own, accepts one with probability min(1, p / q), and draws from
+max(0, p - q) in place of the first rejected one: accepted with probability 1 - d, the most that any method reaches. The
+distribution is the model's, but the tokens are not those of the plain path, and the q of the drafts are kept.
 
 The draft layer's cache entry of position i depends on token i + 1 and hidden state i, and lies in the slot of position i
-under the same block table as the other layers. Drafts are the draft head's best tokens and stay on the device.
+under the same block table as the other layers. Drafts stay on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
+from engine.plan import NewSequence
+from engine.sampler import Draws, draw, gumbel_noise, other_seeds, scale, uniform_noise
+from engine.sampling_params import GREEDY_BELOW
+from engine.sampling_state import is_greedy
+from engine.staging import to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, LatentCache
 from models.batch import AttentionMetadata, ForwardBatch
@@ -65,6 +78,56 @@ class DecodeLines:
         return DecodeLines(positions, slots, live, (first + 1 + num_drafts).to(torch.int32), num_drafts)
 
 
+_DRAFT, _ACCEPT, _RESIDUAL = 1, 2, 3  # streams of noise of ratio acceptance; lines without a draft use that of the plain path
+_RATIO_ELEMENTS = 1 << 23  # probabilities compared at once
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Ratio acceptance of the drafts that n lines of logits verify; `draw` takes the place of the sampler's.
+
+    drafts: int64 [n] the draft under verification, -1 on lines without one
+    entries: int64 [n] where `probs` has the distribution it was drawn from; probs: FP32 [entries, vocab]
+    """
+
+    drafts: torch.Tensor
+    entries: torch.Tensor
+    probs: torch.Tensor
+
+    def lines(self, index: torch.Tensor) -> Ratio:
+        """The part of some of the lines."""
+        return Ratio(self.drafts.index_select(0, index), self.entries.index_select(0, index), self.probs)
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor, draws: Draws) -> torch.Tensor:
+        """The draft where it is accepted, what replaces it where not, and a plain draw on lines without one; int64 [r].
+
+        A token that replaces a draft is never the draft itself, so that counting equal tokens counts the accepted ones.
+        """
+        mine = self.lines(draws.rows)
+        plain, target = draw(logits, positions, draws), scale(logits, draws).softmax(dim=-1)
+        rows = max(1, _RATIO_ELEMENTS // logits.shape[1])
+        columns = (target, plain, mine.drafts, mine.entries, draws.seeds, positions)
+        return torch.cat([self._settle(*part) for part in zip(*(column.split(rows) for column in columns))])
+
+    def _settle(
+        self,
+        target: torch.Tensor,
+        plain: torch.Tensor,
+        drafts: torch.Tensor,
+        entries: torch.Tensor,
+        seeds: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        probs = self.probs.index_select(0, entries)
+        at = drafts.clamp(min=0)[:, None]
+        p, q = target.gather(1, at)[:, 0], probs.gather(1, at)[:, 0]
+        accepted = uniform_noise(other_seeds(seeds, _ACCEPT), positions, 1)[:, 0] * q < p
+        residual = (target - probs).clamp_(min=0)
+        noise = gumbel_noise(other_seeds(seeds, _RESIDUAL), positions, target.shape[1])
+        replaced = torch.where(residual.amax(dim=-1) > 0, (residual.log_() + noise).argmax(dim=-1), plain)
+        return torch.where(drafts < 0, plain, torch.where(accepted, drafts, replaced))
+
+
 @dataclass(frozen=True)
 class DraftRows:
     """The sequences that just got a token, and where their next drafts start. All [n] but the table.
@@ -90,13 +153,56 @@ class Drafter:
     """
 
     def __init__(
-        self, model: CausalLM, *, depth: int, max_num_seqs: int, num_heads: int, fmt: CacheFormat, device: torch.device
+        self,
+        model: CausalLM,
+        *,
+        depth: int,
+        max_num_seqs: int,
+        vocab_size: int,
+        ratio: bool,
+        num_heads: int,
+        fmt: CacheFormat,
+        device: torch.device,
     ) -> None:
+        """ratio: whether drafts are for ratio acceptance, which keeps FP32 [rows + 1, depth, vocab] probabilities."""
         assert model.mtp is not None, "drafting needs a model that was loaded with its MTP head"
         self.tokens = torch.zeros(max_num_seqs + 1, depth, dtype=torch.int64, device=device)
+        self._temperature = torch.full((max_num_seqs + 1,), GREEDY_BELOW, device=device)
+        self._seeds = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=device)
+        self._probs: torch.Tensor | None = None
+        if ratio:
+            self._probs = torch.zeros(max_num_seqs + 1, depth, vocab_size, device=device)
         self._model, self._head = model, model.mtp
         self.depth, self.padded_row = depth, max_num_seqs
         self._num_heads, self._format = num_heads, fmt
+
+    def start(self, new: Sequence[NewSequence]) -> None:
+        """Sequences take rows: remember how their tokens are drawn. At the lowest temperature a draw is the best token."""
+        if not new:
+            return
+        rows = np.array([n.row for n in new], dtype=np.int64)
+        temperature = np.array([GREEDY_BELOW if is_greedy(n) else n.params.temperature for n in new], dtype=np.float32)
+        seeds = np.array([n.params.seed or 0 for n in new], dtype=np.int64)
+        d_rows, d_temperature, d_seeds = to_device([rows, temperature, seeds], self.tokens.device)
+        self._temperature.index_copy_(0, d_rows, d_temperature)
+        self._seeds.index_copy_(0, d_rows, d_seeds)
+
+    def ratio(self, drafts: torch.Tensor, num_drafts: torch.Tensor, rows: torch.Tensor) -> Ratio | None:
+        """What ratio acceptance needs of a step's lines; None under exact acceptance.
+
+        drafts: int64 [B, S - 1] under verification; num_drafts: int64 [B]; rows: int64 [n] of all sampled lines, the B * S of
+        the decode sequences first
+        """
+        if self._probs is None:
+            return None
+        count, depth = drafts.shape
+        offsets = torch.arange(depth + 1, device=rows.device)
+        padded = torch.nn.functional.pad(drafts, (0, 1), value=-1)
+        verified = torch.full_like(rows, -1)
+        verified[: count * (depth + 1)] = torch.where(offsets < num_drafts[:, None], padded, -1).flatten()
+        entries = rows * self.depth
+        entries[: count * (depth + 1)] += offsets.clamp(max=self.depth - 1).repeat(count)
+        return Ratio(verified, entries, self._probs.flatten(0, 1))
 
     def draft(
         self,
@@ -110,6 +216,7 @@ class Drafter:
     ) -> None:
         """Bring the draft layer up to date with a finished step, then draft `depth` tokens for each of `rows`.
 
+
         batch: the step's own; hidden: [T, D] its hidden states; next_ids: int64 [T] the token after each line
         accepted: int64 [B] accepted drafts of each decode sequence; lines past them leave no entry
         """
@@ -118,11 +225,19 @@ class Drafter:
         g = self._head.forward(next_ids, hidden, batch).index_select(0, rows.lines)
         positions = rows.positions
         for index in range(depth):
-            tokens = self._model.logits(g).argmax(dim=-1) if len(g) else rows.rows
+            tokens = self._choose(self._model.logits(g), rows.rows, positions + 2, index) if len(g) else rows.rows
             self.tokens[:, index].index_copy_(0, rows.rows, tokens)
             if index + 1 < depth:
                 positions = positions + 1
                 g = self._head.forward(tokens, g, self._single(batch.caches, positions, rows, batch.ep_rows))
+
+    def _choose(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, index: int) -> torch.Tensor:
+        """Draft number `index` of each row, int64 [n]. logits: FP32 [n, vocab]; positions: int64 [n] that the drafts will have."""
+        draws = Draws(rows, self._temperature.index_select(0, rows), self._seeds.index_select(0, rows), None)
+        if self._probs is not None:
+            draws = replace(draws, seeds=other_seeds(draws.seeds, _DRAFT))
+            self._probs[:, index].index_copy_(0, rows, scale(logits, draws).softmax(dim=-1))
+        return draw(logits, positions, draws)
 
     def _without_rejected(self, batch: ForwardBatch, accepted: torch.Tensor) -> ForwardBatch:
         """The step's batch with only the accepted lines of each decode sequence live."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import engine.model_runner as model_runner
+import engine.speculative as speculative
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -24,31 +25,34 @@ from tests.engine.stub_model import stub_config
 from tests.engine.test_speculative import run
 
 VOCAB, RUNS, DEPTH = 8, 20_000, 2
-LOGITS = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(4)) * 1.5  # of the next token, by the last one
+_generator = torch.Generator().manual_seed(4)
+LOGITS = torch.randn(VOCAB, VOCAB, generator=_generator) * 1.5  # of the next token, by the last one
+DRAFT_LOGITS = LOGITS + torch.randn(VOCAB, VOCAB, generator=_generator) * 0.7  # what the draft head takes them for
 
 
 class MarkovModel:
-    """The next token depends on the last one. Its draft head knows the same table, so drafts are the likeliest tokens."""
+    """The next token depends on the last one; the draft head knows a similar table. Hidden states: the last token, one-hot,
+    in the model's half or in the draft head's."""
 
     def __init__(self) -> None:
-        self.mtp = SimpleNamespace(forward=lambda next_ids, hidden, batch: self._one_hot(next_ids))
+        self.mtp = SimpleNamespace(forward=lambda next_ids, hidden, batch: self._one_hot(next_ids + VOCAB))
 
     def _one_hot(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.one_hot(ids, VOCAB).float()
+        return torch.nn.functional.one_hot(ids, 2 * VOCAB).float()
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self._one_hot(batch.input_ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden @ LOGITS
+        return hidden @ torch.cat((LOGITS, DRAFT_LOGITS))
 
 
-def markov_core(depth: int) -> EngineCore:
+def markov_core(depth: int, ratio: bool = False, asynchronous: bool = False) -> EngineCore:
     config = stub_config(vocab_size=VOCAB)
     cache = KVCache.allocate(config, CacheFormat.FP32, 1200, torch.device("cpu"), depth)
     runner = ModelRunner(
         MarkovModel(), config, cache, ParallelContext.single(), max_num_seqs=1000, max_model_len=128,  # type: ignore[arg-type]
-        device=torch.device("cpu"), num_speculative_tokens=depth,
+        device=torch.device("cpu"), num_speculative_tokens=depth, ratio_acceptance=ratio,
     )  # fmt: skip
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=1000, max_queued_requests=0),
@@ -57,7 +61,7 @@ def markov_core(depth: int) -> EngineCore:
         vocab_size=VOCAB,
         num_speculative_tokens=depth,
     )
-    return EngineCore(scheduler, Executor(runner, ParallelContext.single()), asynchronous=False)
+    return EngineCore(scheduler, Executor(runner, ParallelContext.single()), asynchronous=asynchronous)
 
 
 def exact_next(temperature: float, top_p: float) -> torch.Tensor:
@@ -74,9 +78,10 @@ def exact_next(temperature: float, top_p: float) -> torch.Tensor:
     return kept / kept.sum(-1, keepdim=True)
 
 
-def p_value(temperature: float, top_p: float, depth: int = DEPTH, runs: int = RUNS) -> tuple[float, int]:
-    """Chi-square p of the joint of three tokens after token 3, cells expected under 5 pooled; and accepted drafts."""
-    core = markov_core(depth)
+def p_value(temperature: float, top_p: float, ratio: bool, asynchronous: bool = False) -> tuple[float, float]:
+    """Chi-square p of the joint of three tokens after token 3, cells expected under 5 pooled; and the part of the first
+    drafts that was accepted."""
+    core, runs = markov_core(DEPTH, ratio, asynchronous), RUNS
     requests = {
         str(index): ([3], SamplingParams(temperature=temperature, top_p=top_p, seed=index, max_tokens=3, ignore_eos=True))
         for index in range(runs)
@@ -100,15 +105,50 @@ def p_value(temperature: float, top_p: float, depth: int = DEPTH, runs: int = RU
         cells.append((pooled[0], pooled[1]))
     statistic = sum((observed - expected) ** 2 / expected for expected, observed in cells)
     half = torch.tensor([(len(cells) - 1) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1])), sum(core.stats().spec_accepted_per_pos)
+    stats = core.stats()
+    return float(torch.special.gammaincc(half[0], half[1])), stats.spec_accepted_per_pos[0] / stats.spec_drafts
 
 
+@pytest.mark.parametrize("ratio,asynchronous", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.9)])
-def test_joint_of_three_tokens(temperature: float, top_p: float) -> None:
-    """Report M04: drafts are accepted at every temperature, as often as the model itself would choose them."""
-    p, accepted = p_value(temperature, top_p)
+def test_joint_of_three_tokens(temperature: float, top_p: float, ratio: bool, asynchronous: bool) -> None:
+    """Report M04: drafts are accepted at every temperature. Report M05: drafts come from the head's distribution, and either
+    way of accepting them reaches what it promises for that distribution."""
+    p, accepted = p_value(temperature, top_p, ratio, asynchronous)
     assert p > 0.01, p
-    assert accepted > RUNS // 4
+    # The first draft follows the first token, which follows token 3.
+    target, drafted = exact_next(temperature, top_p), (DRAFT_LOGITS.double() / temperature).softmax(-1)
+    common = torch.minimum(target, drafted).sum(-1)  # one minus the total variation distance
+    if ratio:
+        assert accepted == pytest.approx(float((target[3] * common).sum()), abs=0.02)
+    else:
+        assert accepted > float((target[3] * common / (2 - common)).sum()) - 0.01
+        assert accepted > float((target[3] * target[range(VOCAB), DRAFT_LOGITS.argmax(-1)]).sum()) + 0.05, "as greedy drafts"
+
+
+def test_wrong_ratios_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What replaces a rejected draft must come from the residual; the model's own distribution would be wrong."""
+    settle = speculative.Ratio._settle
+
+    def settle_from_target(self, target, plain, drafts, entries, seeds, positions):
+        tokens = settle(self, target, plain, drafts, entries, seeds, positions)
+        return torch.where((drafts >= 0) & (tokens != drafts), plain, tokens)
+
+    monkeypatch.setattr(speculative.Ratio, "_settle", settle_from_target)
+    p, _ = p_value(1.0, 1.0, ratio=True)
+    assert p < 1e-6, p
+
+
+def test_ratio_acceptance_repeats_for_a_seed_whatever_the_batch() -> None:
+    """Noise is keyed by seed and position here too; only depth and preemption change what is drawn how."""
+    params = SamplingParams(temperature=0.9, seed=77, max_tokens=60, ignore_eos=True)
+    alone = run(markov_core(DEPTH, ratio=True), {"a": ([3], params)})["a"].token_ids
+    others = {f"b{i}": ([i % VOCAB], SamplingParams(seed=i, max_tokens=3 + i, ignore_eos=True)) for i in range(30)}
+    for asynchronous in (False, True):
+        beside = run(markov_core(DEPTH, ratio=True, asynchronous=asynchronous), {**others, "a": ([3], params)})["a"]
+        assert beside.token_ids == alone
+        assert 0 < beside.accepted < beside.drafted
+    assert run(markov_core(0), {"a": ([3], params)})["a"].token_ids != alone, "the plain path's tokens are others"
 
 
 def test_the_test_notices_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,5 +157,5 @@ def test_the_test_notices_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
         return num_drafts
 
     monkeypatch.setattr(model_runner, "count_accepted", accept_all)
-    p, _ = p_value(1.0, 1.0)
+    p, _ = p_value(1.0, 1.0, ratio=False)
     assert p < 1e-6, p
