@@ -131,6 +131,11 @@ class GraphRunner:
         return time.perf_counter() - started
 
     @property
+    def num_captured(self) -> int:
+        """Pairs of sequences and lines a sequence."""
+        return len(self._graphs)
+
+    @property
     def complete(self) -> bool:
         """Whether no further graph will be captured."""
         return not self._missing

@@ -29,6 +29,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def _one_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever edits the tree while the tests run would make two runs' lines differ."""
+    monkeypatch.setattr("benchmarks.records.machine_state", lambda device: {"device": device, "git": "here"})
+
+
 def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "decode.jsonl"
     arguments = [
