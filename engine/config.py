@@ -94,6 +94,7 @@ class EngineConfig:
     cache_memory_bytes: bytes of cache per rank; 0 means memory_fraction of free device memory (CPU: 1 GiB)
     simulate_world: "dp=8,tp=1,ep=8" makes this one process hold and compute what one rank of that many would, with dummy
         weights and without collectives: for timing only, its tokens mean nothing. ep may be left out, it is dp * tp
+    fast_start: capture few CUDA graphs before serving, the others while it does
     speculative_acceptance: exact (drafts that equal the token the plain path samples) or ratio (min(1, p / q): the same
         distribution, more accepted drafts, other tokens than without speculation); see engine/speculative.py
     fidelity_fraction: part of the steps in which attention is compared with exact attention (engine/fidelity.py); 0 is off
@@ -112,6 +113,7 @@ class EngineConfig:
     memory_fraction: float = 0.9
     prefix_cache: bool = True
     cuda_graphs: bool = True
+    fast_start: bool = False
     async_scheduling: bool = True
     num_speculative_tokens: int = 0
     speculative_acceptance: str = "exact"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 import msgspec
 import torch
 
+from engine.block_manager import BlockManager
 from engine.chat import ChatTemplate
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.errors import ConfigError
 from engine.fidelity import FidelityProbe
 from engine.grammar import GrammarCompiler
@@ -26,6 +29,7 @@ from engine.model_runner import CONTEXT_TOKENS, ModelRunner, PendingStep
 from engine.plan import Agreement, NewSequence, SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import Matcher
+from engine.scheduler import Scheduler
 from engine.tokenizer import Tokenizer
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
@@ -34,6 +38,7 @@ from models.config import ModelConfig, ModelConfigError, load_model_config
 from models.parallel import ParallelContext
 
 IDLE = Agreement(rows=0, sequences=0, query_len=1, decode_only=True, any_work=False)
+_SERVING_PER_CAPTURE = 9.0  # seconds of serving between two graphs of a fast start, for each second that the last one took
 _USEFUL_CACHES = 4  # more than this many times all rows at full length is never cached: a small model leaves memory free
 
 
@@ -46,6 +51,7 @@ class Executor:
     def __init__(self, runner: ModelRunner, parallel: ParallelContext) -> None:
         self.agreement = IDLE
         self._runner = runner
+        self._capture_after = 0.0  # time.perf_counter() from which a busy engine may capture one more graph
         self._parallel = parallel
         self._pending: deque[PendingStep] = deque()
         self._stop = False
@@ -57,6 +63,13 @@ class Executor:
         plan = msgspec.structs.replace(plan, agreement=self.agreement)
         self._tell_followers(plan)
         self._pending.append(self._runner.run(plan))
+        if self.agreement.capture:
+            self._capture()
+
+    def idle(self) -> None:
+        """Use a moment without a step. With other ranks there is none: they must do the same, as an empty step tells them."""
+        if not self._parallel.has_peers:
+            self._capture()
 
     def collect(self) -> StepResult:
         """Wait for the result of the oldest plan submitted and not collected."""
@@ -78,6 +91,15 @@ class Executor:
             if plan.agreement.stop:
                 return
             self._runner.run(plan)
+            if plan.agreement.capture:
+                self._capture()
+
+    def _capture(self) -> None:
+        """Add a graph after a fast start. A busy engine spends a tenth of its time on this, an idle one all of it."""
+        started = time.perf_counter()
+        self._runner.capture_next_graph(self.agreement.sequences, self.agreement.query_len)
+        ended = time.perf_counter()
+        self._capture_after = ended + _SERVING_PER_CAPTURE * (ended - started)
 
     def _agree(self, plan: StepPlan) -> Agreement:
         prefill_tokens = sum(step.num_tokens for step in plan.prefills)
@@ -89,8 +111,9 @@ class Executor:
             self._stop,
             plan.draft_depth,
             plan.wants_prefill,
+            time.perf_counter() >= self._capture_after,
         ]
-        decodes, query_lens, prefills, work, stops, depths, wants = zip(
+        decodes, query_lens, prefills, work, stops, depths, wants, captures = zip(
             *self._parallel.leaders_all_gather([int(value) for value in mine])
         )
         query_len, stop = max(query_lens), any(stops)
@@ -104,6 +127,8 @@ class Executor:
             stop=stop,
             draft_depth=max(depths),
             prefill_next=any(wants),
+            # In the way of nobody's first token, and of nothing where nobody has work.
+            capture=not self._runner.graphs_complete and not stop and not any(prefills) and (all(captures) or not any(work)),
         )
 
     def _tell_followers(self, plan: StepPlan) -> None:
@@ -230,8 +255,22 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     model_runner = runner(allocate(num_blocks))
     if config.cuda_graphs and device.type == "cuda" and config.kernels != "reference":
         # The reference operations choose their work on the host, which a capture cannot record.
-        model_runner.capture_graphs(show_progress=parallel.rank == 0)
+        model_runner.capture_graphs(show_progress=parallel.rank == 0, fast_start=config.fast_start)
     return Executor(model_runner, parallel), info
+
+
+def assemble_core(config: EngineConfig, executor: Executor, info: WorkerInfo, parallel: ParallelContext) -> EngineCore:
+    """What a replica's leader runs on top of its worker: the scheduler over its blocks, and the loop."""
+    scheduler = Scheduler(
+        config.scheduler,
+        BlockManager(info.num_blocks, config.prefix_cache),
+        max_model_len=info.max_model_len,
+        vocab_size=info.model_config.vocab_size,
+        num_speculative_tokens=config.num_speculative_tokens,
+        dp_rank=parallel.dp_rank,
+        seed=config.seed + parallel.dp_rank,  # replicas must not draw the same noise
+    )
+    return EngineCore(scheduler, executor, asynchronous=info.asynchronous, lockstep=parallel.has_peers)
 
 
 class _Grammars:

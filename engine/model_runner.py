@@ -262,10 +262,11 @@ class ModelRunner:
             return self.model.forward(batch)
         return self._graphs.forward(batch, self._sequences_to_replay(plan))
 
-    def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None) -> float:
+    def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None, fast_start: bool = False) -> float:
         """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same.
 
         sizes: numbers of sequences, ascending; None takes what covers all batches
+        fast_start: few of them now, the others by `capture_next_graph`
         """
         self._graphs = GraphRunner(
             self.model.forward,
@@ -277,10 +278,30 @@ class ModelRunner:
             num_heads=self._local_heads,
             fmt=self.cache.format,
             device=self.device,
+            agree=self._all_ranks,
+            fast_start=fast_start,
             drafter=self._drafter,
             probe=self._probe,
         )
         return self._graphs.capture(show_progress)
+
+    @property
+    def num_graphs(self) -> int:
+        """Shapes of decode steps that are captured."""
+        return 0 if self._graphs is None else self._graphs.num_captured
+
+    @property
+    def graphs_complete(self) -> bool:
+        """Whether `capture_next_graph` has nothing to do; the same on every rank."""
+        return self._graphs is None or self._graphs.complete
+
+    def capture_next_graph(self, num_sequences: int, query_len: int) -> None:
+        """Add one graph after a fast start, best the one for steps of so many sequences; all ranks do between the same steps."""
+        if self._graphs is not None and not self._graphs.complete:
+            self._graphs.capture_next(num_sequences, query_len)
+
+    def _all_ranks(self, could: bool) -> bool:
+        return bool(self.parallel.ep_all_gather(torch.tensor([int(could)], device=self.device)).min())
 
     def _keep_tokens(self, plan: StepPlan, inputs: _Inputs, tokens: torch.Tensor) -> torch.Tensor | None:
         """Store each sequence's last token. Returns the accepted drafts of each decode sequence, None without drafts."""
