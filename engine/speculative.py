@@ -216,7 +216,6 @@ class Drafter:
     ) -> None:
         """Bring the draft layer up to date with a finished step, then draft `depth` tokens for each of `rows`.
 
-
         batch: the step's own; hidden: [T, D] its hidden states; next_ids: int64 [T] the token after each line
         accepted: int64 [B] accepted drafts of each decode sequence; lines past them leave no entry
         """
