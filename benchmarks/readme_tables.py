@@ -1,0 +1,222 @@
+"""Writes the tables of README.md's section on speed from results/*.jsonl: `python -m benchmarks.readme_tables [--check]`.
+
+A table lies between `<!-- table NAME -->` and `<!-- /table -->`; everything between is replaced by what the newest lines say.
+A table without lines stays as it is, and is named.
+
+    step      one decode step by component, and its largest kernels: time, share of the step, share of its own roofline
+    decode    whole steps of each deployment against their roofline, and the ratios of the cache formats
+    prefill   time to the first token
+    startup   start-up of a worker, capture of its graphs
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, ROOT, newest, read
+
+Line = dict[str, Any]
+SHOWN = {"shape": "deepseek_v3.1", "dp": 8, "tp": 1, "format": "fp8", "context": 32768, "batch": 16}  # the step of the profile
+KERNELS_OF_A_PART = 3  # the largest
+SMALL = 0.01  # of a step; smaller kernels have no row
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+
+
+def matching(lines: Iterable[Line], **fixed: Any) -> list[Line]:
+    return [line for line in lines if all(line.get(name) == value for name, value in fixed.items())]
+
+
+def world(line: Line) -> str:
+    label = f"{line['shape']}, DP{line['dp']}/TP{line['tp']}"
+    return f"{label}, one SIMULATED rank" if line["simulated"] else label
+
+
+def source(line: Line) -> str:
+    return f"{line['device']}, torch {line['torch']}, {line['date'][:10]}, revision {line['git'] or 'unknown'}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def thousands(tokens: int) -> str:
+    return f"{tokens >> 10}k"
+
+
+# ---- one step
+
+
+def step(results: Path) -> list[str] | None:
+    lines = [line for line in matching(read(results / "decode.jsonl"), figure="decode", **SHOWN) if line.get("kernels")]
+    return None if not lines else step_table(lines[-1])
+
+
+def step_table(line: Line) -> list[str]:
+    """Components in the order of their kernels' time, each followed by the largest of them. What overlaps counts in both."""
+    us = line["step_us"]
+    parts = {name: part["roofline_us"] for name, part in line["parts"].items()}
+    kernels: dict[str, list[tuple[str, float, float]]] = {}
+    for name, spent, launches, part in line["kernels"]:
+        kernels.setdefault(part, []).append((name, spent, launches))
+    totals = {part: sum(spent for _, spent, _ in found) for part, found in kernels.items()}
+    rows: list[Sequence[object]] = []
+    for part in sorted(totals, key=lambda name: -totals[name]):
+        least = parts.get(part, 0.0)
+        own = percent(least / totals[part]) if least >= SMALL * us else ""
+        launches = round(sum(count for *_, count in kernels[part]))
+        rows.append(
+            (f"**{part}**", launches, f"{totals[part] / 1e3:.2f}", percent(totals[part] / us), f"{least / 1e3:.2f}", own)
+        )
+        for name, spent, count in kernels[part][:KERNELS_OF_A_PART]:
+            if spent >= SMALL * us:
+                rows.append((f"`{short(name)}`", round(count), f"{spent / 1e3:.2f}", percent(spent / us), "", ""))
+    gaps = [f"{100 * line['host_gap']:.1f} % (profiler)"]
+    if line["host_gap_events"] is not None:
+        gaps.append(f"{100 * line['host_gap_events']:.1f} % (events)")
+    waits = us - line["busy_us"]
+    rows.append(("no kernel runs", "", f"{max(0.0, waits) / 1e3:.2f}", percent(max(0.0, waits) / us), "", ""))
+    rows.append(
+        ("**step**", round(sum(count for _, _, count, _ in line["kernels"])), f"**{us / 1e3:.2f}**", "", f"{line['roofline_us'] / 1e3:.2f}", percent(line["roofline_share"]))
+    )  # fmt: skip
+    text = (
+        f"{world(line)}: {line['format'].upper()} cache, {line['batch']} sequences of {thousands(line['context'])} tokens, "
+        f"{line['tokens_per_s_per_gpu']:.0f} tokens/s per GPU; host gap {' and '.join(gaps)}; {source(line)}."
+    )
+    return [text, "", *markdown(("component, kernel", "launches", "ms", "of the step", "roofline ms", "of its roofline"), rows)]
+
+
+def short(kernel: str) -> str:
+    """A kernel's name without template arguments and namespaces."""
+    name = re.sub(r"<.*", "", kernel.removeprefix("void ")).split("::")[-1]
+    return name if len(name) <= 40 else name[:39] + "…"
+
+
+# ---- whole steps
+
+
+def decode(results: Path) -> list[str] | None:
+    lines = read(results / "decode.jsonl")
+    cases = newest(matching(lines, figure="decode"), "shape", "dp", "tp", "format", "context", "batch", "simulated")
+    cases = [line for line in cases if "operations" in line]
+    if not cases:
+        return None
+    rows = [
+        (
+            world(line), line["format"].upper(), f"{line['batch']} x {thousands(line['context'])}", line["kind"], f"{line['step_us'] / 1e3:.1f} ms",
+            f"{line['tokens_per_s_per_gpu']:.0f}", percent(line["roofline_share"]), *(f"{line['parts'].get(part, {'us': 0.0})['us'] / 1e3:.1f}" for part in ("attention", "linears", "experts")),
+        )
+        for line in cases
+    ]  # fmt: skip
+    head = (
+        "deployment",
+        "cache",
+        "batch",
+        "which",
+        "step",
+        "tokens/s per GPU",
+        "of the roofline",
+        "attention ms",
+        "linears ms",
+        "experts ms",
+    )
+    text = [f"{source(cases[-1])}; {cases[-1]['method']}.", "", *markdown(head, rows)]
+    ratios = newest(matching(lines, figure="decode_ratios"), "shape", "dp", "tp", "context", "simulated")
+    if ratios:
+        head = (
+            "deployment",
+            "context",
+            "attention alone, equal batch",
+            "largest batches",
+            "tokens/s",
+            "the two rooflines",
+            "reached",
+        )
+        rows = [
+            (
+                world(line), thousands(line["context"]), f"{line['attention_ratio']:.2f}x at {line['equal_batch']}", " and ".join(map(str, line["largest_batches"])),
+                f"{line['tokens_ratio']:.2f}x", f"{line['roofline_ratio']:.2f}x", f"{line['tokens_ratio'] / line['roofline_ratio']:.2f}",
+            )
+            for line in ratios
+        ]  # fmt: skip
+        text += ["", "FP8 over BF16 cache:", "", *markdown(head, rows)]
+    return text
+
+
+# ---- prompts and start-up
+
+
+def prefill(results: Path) -> list[str] | None:
+    lines = newest(read(results / "prefill.jsonl"), "model", "world", "tokens", "chunk")
+    if not lines:
+        return None
+    rows = [
+        (
+            f"{line['model']}{', one SIMULATED rank of ' + line['world'] if line['world'] else ''}", line["tokens"], f"{1e3 * line['first_token_seconds']:.0f} ms",
+            f"{line['tokens_per_s']:.0f}", percent(line["attention_share"]), f"{line['attention_flops_per_s'] / 1e12:.0f}",
+        )
+        for line in lines
+    ]  # fmt: skip
+    head = ("model", "prompt tokens", "first token", "prompt tokens/s", "attention's own time", "attention TFLOP/s")
+    return [f"{source(lines[-1])}; {lines[-1]['method']}.", "", *markdown(head, rows)]
+
+
+def startup(results: Path) -> list[str] | None:
+    lines = [line for line in newest(read(results / "startup.jsonl"), "model", "world", "max_num_seqs") if "all_graphs" in line]
+    if not lines:
+        return None
+    rows = [
+        (
+            f"{line['model']}{', one SIMULATED rank of ' + line['world'] if line['world'] else ''}", f"{line['worker_seconds']:.0f} s",
+            *(f"{line[f'{name}_graphs']} graphs: {line[f'{name}_graphs_seconds']:.1f} s, {line[f'{name}_graphs_bytes'] / 1e9:.2f} GB" for name in ("all", "fast")),
+        )
+        for line in lines
+    ]  # fmt: skip
+    head = ("model", "weights, sizing, cache", "default captures", "`--fast-start`")
+    return [f"{source(lines[-1])}.", "", *markdown(head, rows)]
+
+
+TABLES: dict[str, Callable[[Path], list[str] | None]] = {"step": step, "decode": decode, "prefill": prefill, "startup": startup}
+
+
+def written(readme: str, tables: dict[str, list[str]]) -> str:
+    """The README with these tables between their marks. Raises ValueError for a table that has no marks."""
+    for name, lines in tables.items():
+        begin, end = f"<!-- table {name} -->\n", "<!-- /table -->"
+        start = readme.find(begin)
+        if start < 0 or readme.find(end, start) < 0:
+            raise ValueError(f"README.md has no marks of the table {name!r}")
+        start += len(begin)
+        readme = readme[:start] + "\n".join(lines) + "\n" + readme[readme.find(end, start) :]
+    return readme
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the README is not what the results say")
+    args = parser.parse_args(argv)
+    found = {name: table(args.results) for name, table in TABLES.items()}
+    for name in (name for name, lines in found.items() if lines is None):
+        print(f"{name}: left as it is, no lines", file=sys.stderr)
+    before = args.readme.read_text()
+    after = written(before, {name: lines for name, lines in found.items() if lines is not None})
+    if not args.check:
+        args.readme.write_text(after)
+    return int(args.check and after != before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
