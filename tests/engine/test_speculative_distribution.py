@@ -21,8 +21,8 @@ from engine.scheduler import Scheduler
 from kernels.layout import CacheFormat
 from models.batch import ForwardBatch
 from models.parallel import ParallelContext
+from tests.engine.speculation import run
 from tests.engine.stub_model import stub_config
-from tests.engine.test_speculative import run
 
 VOCAB, RUNS, DEPTH = 8, 20_000, 2
 _generator = torch.Generator().manual_seed(4)
@@ -86,7 +86,7 @@ def p_value(temperature: float, top_p: float, ratio: bool, asynchronous: bool = 
         str(index): ([3], SamplingParams(temperature=temperature, top_p=top_p, seed=index, max_tokens=3, ignore_eos=True))
         for index in range(runs)
     }
-    outcomes = run(core, requests, arrivals=1000)
+    outcomes = run(core, requests, arrivals=[1000])
     counts: dict[tuple[int, ...], int] = {}
     for outcome in outcomes.values():
         key = tuple(outcome.token_ids)
