@@ -12,13 +12,17 @@ import pytest
 import torch
 
 from engine import executor as executor_module
+from engine.block_manager import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
 from engine.executor import Executor, build_worker, resolve_cache_format, resolve_dtype, resolve_max_model_len
 from engine.kv_cache import KVCache, bytes_per_token, num_blocks_for
+from engine.messages import AddRequest
 from engine.plan import NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
+from engine.scheduler import Scheduler
 from kernels.layout import CacheFormat
+from models.config import load_model_config
 from models.parallel import ParallelContext
 from tests.engine.stub_model import StubModel, stub_config, stub_runner
 from tests.reference_checkpoints import reference_checkpoint
@@ -216,3 +220,67 @@ def test_a_worker_has_the_cache_it_was_asked_for() -> None:
     assert info.cache_format == "fp32" and info.device == "cpu" and info.dtype == "float32" and not info.asynchronous
     assert info.num_blocks == min((1 << 22) // per_block - 1, 4 * 4 * 4) == built._runner.cache.num_blocks
     assert build_worker(config(num_cache_blocks=9), ParallelContext.single())[1].num_blocks == 9
+
+
+def test_drafts_take_from_the_pool_and_what_a_start_says_brings_it_back() -> None:
+    """Report O02: with the draft layer on, a cache of equal bytes has fewer blocks; a sum below zero is refused, never rounded
+    up. Report O03: the pool's own figures, given as options, make the same pool."""
+    memory = 1 << 22
+
+    def blocks(**options: Any) -> int:
+        scheduler = SchedulerConfig(max_num_seqs=64)
+        return build_worker(config(**options, max_model_len=1024, scheduler=scheduler), ParallelContext.single())[1].num_blocks
+
+    plain, drafting = blocks(cache_memory_bytes=memory), blocks(cache_memory_bytes=memory, num_speculative_tokens=1)
+    model = load_model_config(Path(config().model))
+    per_block = 64 * bytes_per_token(model, CacheFormat.FP32)
+    with_drafts = 64 * bytes_per_token(model, CacheFormat.FP32, 1)
+    assert (plain, drafting) == (memory // per_block - 1, memory // with_drafts - 1) and drafting < plain
+    assert blocks(num_cache_blocks=plain) == blocks(cache_memory_bytes=(plain + 1) * per_block) == plain
+    with pytest.raises(ConfigError, match="the cache has 0 bytes"):
+        num_blocks_for(-(35 << 30), per_block, most=10**9)
+
+
+def test_the_largest_step_runs_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report N13: sizing the cache runs a step with the whole budget of tokens, every row and a full piece of context, so
+    that the first long prompt meets no kernel and no shape that never ran. Here a CPU stands in for the device."""
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: 7)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: 12)
+    plans: list[StepPlan] = []
+
+    class Runner:
+        device = CPU
+
+        def run(self, plan: StepPlan) -> Runner:
+            plans.append(plan)
+            return self
+
+        def wait(self) -> None:
+            """Nothing ran."""
+
+    scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=60)
+    assert executor_module._activation_bytes(Runner(), config(scheduler=scheduler), max_model_len=32768) == 5  # type: ignore[arg-type]
+    (plan,) = plans
+    assert plan.num_tokens >= 8192 and len(plan.prefills) == 60 and all(step.sample for step in plan.prefills)
+    assert max(step.num_computed for step in plan.prefills) == executor_module.CONTEXT_TOKENS
+
+
+def test_every_replica_spends_a_budget_of_its_own() -> None:
+    """Report D15: the step's agreement opens prefill for all replicas at once; no budget is shared out among them."""
+    leaders = [replica[0] for replica in ranks(2, 1)]
+    schedulers = [
+        Scheduler(
+            SchedulerConfig(max_num_batched_tokens=256), BlockManager(400, False), max_model_len=1024, vocab_size=50, dp_rank=r
+        )
+        for r in range(2)
+    ]
+    for scheduler in schedulers:
+        for i in range(4):
+            scheduler.add(AddRequest(str(i), [2 + (i + j) % 40 for j in range(600)], SamplingParams(max_tokens=1), 0.0))
+    plans = [scheduler.schedule(prefill=True) for scheduler in schedulers]
+    in_threads(*(lambda leader=leader, plan=plan: leader.submit(plan) for leader, plan in zip(leaders, plans)))  # type: ignore[misc]
+    for leader, plan in zip(leaders, plans):
+        assert sum(step.num_tokens for step in plan.prefills) == 256
+        assert leader.agreement.rows == 256 and not leader.agreement.decode_only

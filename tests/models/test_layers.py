@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from kernels.layout import CacheFormat
 from models.causal_lm import load_model
 from models.config import ModelConfig, load_model_config
+from models.layers.mlp import MLP
 from models.layers.moe import MoE
 from models.layers.rope import rope_table
 from models.parallel import ParallelContext
@@ -32,6 +34,27 @@ def test_absorbed_equals_expanded(variant) -> None:
         driver.step(prefills={0: ids[:2]})
         absorbed = torch.cat([driver.step(decodes={0: ids[i : i + rows]}) for i in range(2, 70, rows)])
         assert float((absorbed - expanded[2:]).abs().max()) < 2e-4 * float(expanded.abs().max())
+
+
+def test_nothing_scales_the_residual() -> None:
+    """Report N20: with layers that add nothing, the embedding arrives unchanged, however many dense layers there are."""
+    config = load_model_config(reference_checkpoint("deepseek_v3-tiny"))
+    assert config.moe is not None
+    for dense in (1, 3):
+        config = replace(
+            config, num_decoder_layers=4, num_attention_layers=4, moe=replace(config.moe, first_dense_layers=dense)
+        )
+        model = load_model(
+            Path(), config, ParallelContext.single(), device="cpu", dtype=torch.float32, load_format="dummy", max_model_len=64
+        )
+        assert sum(isinstance(layer.mlp, MLP) for layer in model.layers) == dense
+        for layer in model.layers:
+            layer.attention.o_proj.zero_()
+            for mlp in (layer.mlp, getattr(layer.mlp, "shared", None)):
+                if mlp is not None:
+                    mlp.down.zero_()
+        got = Driver(model, config, fmt=CacheFormat.FP32).step(prefills={0: [3, 1, 4]})
+        assert torch.equal(got, model.norm(model.embedding(torch.tensor([3, 1, 4]))))
 
 
 def moe_layer(variant: str) -> tuple[MoE, ModelConfig]:
