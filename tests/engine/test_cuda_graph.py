@@ -18,12 +18,13 @@ from engine.cuda_graph import capture_sizes
 from engine.executor import Executor, assemble_core, build_worker
 from engine.messages import AddRequest, TokenOutput
 from engine.model_runner import ModelRunner
-from engine.plan import StepPlan, StepResult
+from engine.plan import SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
 from models.parallel import ParallelContext
 from tests.engine.fake_graphs import FakePool, pool
 from tests.engine.plan_driver import Driver
 from tests.engine.stub_model import VOCAB, StubModel, stub_runner
+from tests.engine.test_executor import first_plan, in_threads, ranks
 from tests.reference_checkpoints import reference_checkpoint
 
 __all__ = ["pool"]  # a fixture
@@ -209,6 +210,40 @@ def test_ranks_give_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
         driver, _ = started(runner, prompts(1))
         decode(driver, [0], 1)
     assert [[graph.replays for graph in pool.graphs[:2]] for pool in pools.values()] == [[0, 1]] * 2
+
+
+def test_followers_capture_when_their_leader_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report D17: between the same two steps on every rank, of other replicas too, busy or idle; never while one computes a
+    prompt, and never again once all are captured."""
+    replicas = ranks(2, 2)
+    everybody = [rank for replica in replicas for rank in replica]
+    monkeypatch.setattr("engine.cuda_graph.GraphPool", FakePool)
+    monkeypatch.setattr(executor_module, "_SERVING_PER_CAPTURE", 1e6)
+    for rank in everybody:
+        monkeypatch.setattr(rank._runner, "_all_ranks", bool)
+        rank._runner.capture_graphs(show_progress=False, sizes=[1, 2, 3, 4, 8], fast_start=True)
+    seen: list[list[int]] = []
+
+    def lead(replica: int) -> None:
+        leader, busy = replicas[replica][0], replica == 0
+        for step in range(6):
+            plan = StepPlan(step)
+            if busy and step == 0:
+                plan = first_plan()
+            elif busy and step < 4:
+                plan = StepPlan(step, decodes=[SequenceStep(2, 29 + step)])
+            leader.submit(plan)
+            leader.collect()
+            if busy:
+                seen.append([leader._runner.num_graphs, int(leader.agreement.capture)])
+        leader.request_stop()
+        leader.submit(StepPlan(6))
+
+    in_threads(*(lambda r=r: lead(r) for r in range(2)), *(rank.follow for replica in replicas for rank in replica[1:]))  # type: ignore[misc]
+    # a prompt; one capture, then a long wait between captures while busy; two idle steps
+    assert seen == [[2, 0], [3, 1], [3, 0], [3, 0], [4, 1], [5, 1]]
+    assert [rank._runner.num_graphs for rank in everybody] == [5] * 4
+    assert len({tuple(rank._runner._graphs._graphs) for rank in everybody}) == 1, "in the same order too"
 
 
 def outputs(core: EngineCore, texts: Sequence[list[int]], tokens: int) -> list[list[int]]:
