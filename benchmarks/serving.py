@@ -4,7 +4,7 @@ Streams of equal length keep `--concurrency` connections busy. Measured at the c
 tokens (several tokens of one chunk share its time), whole requests. Measured at the server: `/metrics` over the same
 requests, whose counts must be equal; CPU time of the front end and of the workers' transport threads per output token; the
 share of step time outside the model; the time from a token's arrival at the front end to the write to its socket.
-Appends one JSON line to results/serving.jsonl. Options after `--` go to the engine.
+Appends one JSON line to --output (results/serving.jsonl). Options after `--` go to the engine.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ async def one(port: int, prompt: str, max_tokens: int) -> Request:
     }  # fmt: skip
     raw = json.dumps(body).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    request = Request(time.perf_counter())
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
+    request = Request(time.perf_counter())
     writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw))
     async for line in reader:
         if not line.startswith(b"data: {"):
@@ -159,6 +159,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("engine", nargs="*", help="options of engine.launch, after --")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -173,7 +174,7 @@ def main() -> None:
     delta = {name: after[name] - before.get(name, 0.0) for name in after}
     tokens = sum(len(request.tokens) for request in done)
     result = {
-        **vars(args),
+        **{name: value for name, value in vars(args).items() if name != "output"},
         "seconds": seconds,
         "output_tokens_per_s": tokens / seconds,
         "ttft_ms": percentiles(r.tokens[0] - r.sent for r in done),
@@ -186,8 +187,8 @@ def main() -> None:
         "machine": machine_state("cpu"),
     }
     print(json.dumps(result, indent=1))
-    RESULTS.parent.mkdir(exist_ok=True)
-    with RESULTS.open("a") as file:
+    args.output.parent.mkdir(exist_ok=True)
+    with args.output.open("a") as file:
         file.write(json.dumps(result) + "\n")
 
 

@@ -18,7 +18,8 @@ _LARGEST_HEADER_BYTES = 256 << 20
 def choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     """The device of this rank, made current. Raises ConfigError when the host has too few."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        cores = len(os.sched_getaffinity(0)) - 1  # one is the front end's: tokens must leave while the next are computed
+        torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda is not available here (no device, or a build of torch without CUDA); use --device cpu")

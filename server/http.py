@@ -58,6 +58,7 @@ class BoundedHttp(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._loose = 0
         super().on_message_begin()
+        self.scope["state"]["arrival"] = time.time()  # before it waits for other requests of the same turn of the loop
 
     def on_body(self, body: bytes) -> None:
         self._loose = 0
@@ -135,12 +136,10 @@ class Door:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        began = time.time()
+        began: float = scope["state"]["arrival"]
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         notes: dict[str, Any] = {}
-        scope["state"] = {
-            **scope.get("state", {}), "arrival": began, "notes": notes, "request_id": _request_id(headers), "send": send,
-        }  # fmt: skip
+        scope["state"] |= {"notes": notes, "request_id": _request_id(headers), "send": send}
         status = 500
 
         async def reply(message: Message) -> None:

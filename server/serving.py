@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError, RequestRejected
+from engine.messages import TokenOutput
 from engine.openai_responses import Choice, chunk_body, error_body, response_body, usage
 from engine.openai_types import parse_request
 from engine.served_model import ServedModel, Work
@@ -117,19 +118,14 @@ class _Run:
             while stream.finish_reason is None:
                 outputs = await generation.outputs()
                 arrived = generation.arrived_at
-                entries = []
-                for output in outputs:
-                    entry = choice.push(output)
-                    if entry is not None:
-                        entries.append(entry)
-                    if choice.stopped_by_string:
-                        client.stop(generation, stream.num_output_tokens)
-                        break
+                entry = choice.push(_joined(outputs) if len(outputs) > 1 else outputs[0])
+                if choice.stopped_by_string:
+                    client.stop(generation, stream.num_output_tokens)
                 count = 0 if self.work.prompt_only else stream.num_output_tokens
                 if events is None:
                     client.delivered(generation, count - before)
-                elif entries:
-                    await events.deliver(entries)
+                elif entry is not None:
+                    await events.deliver(entry)
                     client.delivered(generation, count - before, arrived)
                 else:
                     continue  # counted with the chunk that will carry them
@@ -205,9 +201,9 @@ class _Events:
         self._head, _, self._tail = _event(chunk_body(run.model, run.work, [], run.created)).partition(_NO_ENTRIES)
         self.started = False
 
-    async def deliver(self, entries: list[dict[str, Any]]) -> None:
-        """Send choice entries, each as a chunk, in one write."""
-        await self._write(b"".join(map(self._chunk, entries)), more=True)
+    async def deliver(self, entry: dict[str, Any]) -> None:
+        """Send a choice entry as a chunk."""
+        await self._write(self._chunk(entry), more=True)
 
     async def finish(self, failure: EngineError | None) -> None:
         """Usage if it was asked for, or the error that ended the stream; then the end mark."""
@@ -232,6 +228,17 @@ class _Events:
         if run.work.continuous_usage:
             return _event(chunk_body(run.model, run.work, [entry], run.created, usage(run.work, run.choices)))
         return b'%b"choices":[%b]%b' % (self._head, _json(entry), self._tail)
+
+
+def _joined(outputs: list[TokenOutput]) -> TokenOutput:
+    """Outputs of a request that piled up while it waited, as one: a busy server sends fewer, larger chunks."""
+    logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+    return msgspec.structs.replace(
+        outputs[-1],
+        token_ids=[token for output in outputs for token in output.token_ids],
+        logprobs=logprobs or None,
+        prompt_logprobs=next((o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None), None),
+    )
 
 
 def _event(body: dict[str, Any]) -> bytes:
