@@ -351,48 +351,18 @@ def tokens_by_replica(port: int) -> dict[str, float]:
 
 
 def figure(run: Run) -> None:
-    """Tokens/s per GPU over the context, one panel a deployment: bars of what ran, marks of what one simulated rank said."""
-    from benchmarks import plots
+    """Tokens/s per GPU over the context, one panel a deployment: what ran, and beside it what one simulated rank said."""
+    from benchmarks.figure_style import Folders, origin
+    from benchmarks.plot_speed import throughput
 
-    lines = [pair for pair in pairs(run.decode_results) if pair["kind"] != "given"]
+    paired = {tuple(pair[name] for name in PAIRED) for pair in pairs(run.decode_results)}
+    lines = [line for line in read(run.decode_results) if tuple(line.get(name) for name in PAIRED) in paired]
     if not lines:
         print("figure: no case ran both really and simulated")
         return
-    panels = sorted({(line["shape"], line["dp"], line["tp"]) for line in lines})
-    drawn, axes = plots.plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.6), squeeze=False, layout="constrained")
-    for axis, (shape, dp, tp) in zip(axes[0], panels):
-        chosen = [line for line in lines if (line["shape"], line["dp"], line["tp"]) == (shape, dp, tp)]
-        contexts = sorted({line["context"] for line in chosen})
-        for offset, fmt in ((-0.2, "fp8"), (0.2, "bf16")):
-            best = [
-                max((x for x in chosen if (x["context"], x["format"]) == (c, fmt)), key=lambda x: x["batch"], default=None)
-                for c in contexts
-            ]
-            at = [i + offset for i, line in enumerate(best) if line is not None]
-            ran = [line for line in best if line is not None]
-            colour = plots.STYLE["snapmla" if fmt == "fp8" else "bf16"][0]
-            axis.bar(
-                at,
-                [x["tokens_per_s_per_gpu"] for x in ran],
-                0.38,
-                color=colour,
-                label=f"{fmt.upper()} cache, {run.world} ranks",
-            )
-            axis.plot(
-                at,
-                [x["simulated_tokens_per_s_per_gpu"] for x in ran],
-                "kD" if fmt == "fp8" else "kx",
-                label=f"{fmt.upper()}, simulated",
-            )
-        axis.set_xticks(range(len(contexts)), [f"{c >> 10}k" if c >= 1024 else str(c) for c in contexts])
-        axis.set_title(f"{shape}, DP{dp}/TP{tp}", fontsize=9)
-        axis.set_xlabel("context tokens")
-    axes[0][0].set_ylabel("tokens/s per GPU, largest batch")
-    axes[0][0].legend(fontsize=7)
-    if run.device == "cuda":
-        plots.save(drawn, "eight_gpus", plots.origin(read(run.decode_results)))
-    else:
-        drawn.savefig(run.folder / "eight_gpus_dry_run.png")
+    drawn = throughput(lines, f"Decoding throughput on {run.world} ranks, and as one simulated rank predicts it")
+    folders = Folders(run.folder, RESULTS.parent / "figures" if run.device == "cuda" else run.folder)
+    folders.save(drawn, f"throughput_of_{run.world}_gpus", origin(lines))
 
 
 def main(argv: list[str] | None = None) -> int:
