@@ -29,8 +29,8 @@ from models.parallel import ParallelContext
 FP8_OVER_BF16 = 17 / 9  # of the latent products' work, 512 + 512 of 576 + 512 dims run at twice the BF16 rate
 PARTS = {
     "attention": ("plan_decode", "append_kv", "quantize_q", "mla_decode"),
-    "linears": ("linear", "gated_mlp", "bmm", "mm"),
-    "experts": ("router_logits", "route", "grouped_mlp"),
+    "linears": ("linear", "gated_mlp", "absorb_query", "project_values", "bmm", "mm"),
+    "experts": ("router_logits", "route", "choose_experts", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
     "sampling": ("sample",),
@@ -206,7 +206,10 @@ def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
             return weights + _bytes(_read(x), result), 2 * pairs * (_size(gate_up)[1:].numel() + _size(down)[1:].numel())
         case "bmm" | "mm":
             return _bytes(*args, result), 2 * args[0].numel() * args[1].shape[-1]
-        case "route" | "rms_norm" | "rms_norm_quantized":
+        case "absorb_query" | "project_values":
+            rows, weight = args[:2]
+            return _bytes(rows, weight, result), 2 * rows.shape[0] * weight.numel()
+        case "route" | "choose_experts" | "rms_norm" | "rms_norm_quantized":
             return _bytes(args, list(kwargs.values()), result), 0
         case "sample":
             return _bytes(args[0], result), 0
