@@ -209,7 +209,9 @@ def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         case "absorb_query" | "project_values":
             rows, weight = args[:2]
             return _bytes(rows, weight, result), 2 * rows.shape[0] * weight.numel()
-        case "route" | "choose_experts" | "rms_norm" | "rms_norm_quantized":
+        case "choose_experts":
+            return _bytes(args, result), 2 * args[0].shape[0] * args[1].numel()
+        case "route" | "rms_norm" | "rms_norm_quantized":
             return _bytes(args, list(kwargs.values()), result), 0
         case "sample":
             return _bytes(args[0], result), 0
