@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.records import machine_state
@@ -184,7 +185,8 @@ def main() -> None:
         "step_share_outside_model": 1 - delta["engine_model_seconds_total"] / delta["engine_step_seconds_total"],
         "delivery_ms": {f"p{p}": quantile_ms(delta, "frontend_delivery_seconds", p / 100) for p in (50, 90, 99)},
         "client_and_server": compare(delta, done),
-        "machine": machine_state("cpu"),
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": machine_state("cuda" if torch.cuda.is_available() and "cpu" not in args.engine else "cpu"),
     }
     print(json.dumps(result, indent=1))
     args.output.parent.mkdir(exist_ok=True)
