@@ -52,6 +52,10 @@ CUDA, CPU = ("--device", "cuda"), ("--device", "cpu")
 DECODE = ("--shapes", "deepseek_v3.1", "longcat_flash", "--worlds", *WORLDS, "--batches")
 PARTS = (
     Part("fig1", "decode", "", (130, 240), True, DECODE, quick=("--contexts", "32768", "131072")),
+    *(
+        Part(name, "decode", "", (0, 0), True, DECODE, quick=("--contexts", "32768", "131072"))
+        for name in ("decode_step", "decode_ratio")
+    ),
     Part("fig7", "kernel_figures", "fig7", (60, 150), True),
     Part("fig6", "kernel_figures", "fig6", (20, 35), True),
     Part("context", "kernel_figures", "context", (15, 25), True),

@@ -1,0 +1,108 @@
+"""Figures of whole decode steps: what a step is made of, and what the FP8 cache gains. Lines: benchmarks/decode.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+
+from benchmarks.figure_style import Folders, Line, origin
+from benchmarks.records import newest
+
+PARTS = {  # component: colour, hatch
+    "attention": ("#0072B2", ""), "linears": ("#E69F00", "//"), "experts": ("#009E73", ""), "norms": ("#CC79A7", "xx"),
+    "collectives": ("#56B4E9", ".."), "sampling": ("#D55E00", ""), "other": ("#BBBBBB", "\\\\"), "no kernel runs": ("#FFFFFF", ""),
+}  # fmt: skip
+
+
+def in_step(line: Line) -> dict[str, float]:
+    """Milliseconds of each component's kernels in a step, and of none; components alone where no profile was taken."""
+    if not line.get("kernels"):
+        return {name: part["us"] / 1e3 for name, part in line["parts"].items()}
+    found = dict.fromkeys(PARTS, 0.0)
+    for _, us, _, part in line["kernels"]:
+        found[part] += us / 1e3
+    found["no kernel runs"] = max(0.0, line["step_us"] - line["busy_us"]) / 1e3
+    return found
+
+
+def decode_step(folders: Folders) -> str | None:
+    """Stacked bars of one deployment's steps, the roofline as a mark on each."""
+    lines = folders.lines("decode", "decode", shape="deepseek_v3.1", dp=8, tp=1)
+    lines = [line for line in newest(lines, "format", "context", "batch", "simulated") if "operations" in line]
+    if not lines:
+        return "decode.jsonl has no lines of DeepSeek-V3.1 DP8/TP1 (needs a Hopper GPU)"
+    lines.sort(key=lambda line: (line["context"], line["batch"], line["format"]))
+    figure, axis = plt.subplots(figsize=(max(7.0, 1.0 + 0.8 * len(lines)), 4.8), layout="constrained")
+    below = [0.0] * len(lines)
+    spent = [in_step(line) for line in lines]
+    for part, (colour, hatch) in PARTS.items():
+        heights = [found.get(part, 0.0) for found in spent]
+        if not any(heights):
+            continue
+        axis.bar(
+            range(len(lines)),
+            heights,
+            0.7,
+            bottom=below,
+            color=colour,
+            hatch=hatch,
+            edgecolor="#333333",
+            linewidth=0.5,
+            label=part,
+        )
+        below = [a + b for a, b in zip(below, heights)]
+    axis.plot(
+        range(len(lines)),
+        [line["roofline_us"] / 1e3 for line in lines],
+        "k_",
+        markersize=28,
+        markeredgewidth=2,
+        label="roofline",
+    )
+    axis.set_xticks(
+        range(len(lines)),
+        [f"{line['format'].upper()}\n{line['batch']} x {line['context'] >> 10}k" for line in lines],
+        fontsize=8,
+    )
+    axis.set_ylabel("milliseconds a step")
+    axis.set_title("A decode step of DeepSeek-V3.1, DP8/TP1, by component" + simulated(lines))
+    axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    folders.save(figure, "decode_step", f"{lines[-1]['method']}; {origin(lines)}")
+    return None
+
+
+def decode_ratio(folders: Folders) -> str | None:
+    """FP8 over BF16 cache against context: attention alone at equal batch, tokens/s at equal memory, and what rooflines allow."""
+    lines = newest(folders.lines("decode", "decode_ratios"), "shape", "dp", "tp", "context", "simulated")
+    if not lines:
+        return "decode.jsonl has no ratios of cache formats (needs a Hopper GPU)"
+    worlds = list(dict.fromkeys((line["shape"], line["dp"], line["tp"]) for line in lines))
+    figure, axes = plt.subplots(
+        1, len(worlds), figsize=(1.2 + 3.6 * len(worlds), 3.8), layout="constrained", squeeze=False, sharey=True
+    )
+    for axis, (shape, dp, tp) in zip(axes[0], worlds):
+        mine = sorted(
+            (line for line in lines if (line["shape"], line["dp"], line["tp"]) == (shape, dp, tp)),
+            key=lambda line: line["context"],
+        )
+        contexts = [line["context"] for line in mine]
+        for name, label, style, colour in (
+            ("attention_ratio", "attention's own time, equal batch", "s-", "#0072B2"),
+            ("tokens_ratio", "tokens/s, largest batches of equal memory", "o-", "#009E73"),
+            ("roofline_ratio", "the two rooflines, largest batches", "_--", "#000000"),
+        ):
+            axis.plot(contexts, [line[name] for line in mine], style, color=colour, label=label)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(contexts, [f"{context >> 10}k" for context in contexts])
+        axis.set_xlabel("context tokens")
+        axis.set_title(f"{shape}, DP{dp}/TP{tp}{simulated(mine)}", fontsize=9)
+        axis.axhline(1.0, color="#999999", linewidth=0.8)
+    axes[0, 0].set_ylabel("FP8 cache over BF16 cache")
+    axes[0, 0].legend(fontsize=7)
+    folders.save(figure, "decode_ratio", f"{lines[-1]['method']}; {origin(lines)}")
+    return None
+
+
+def simulated(lines: Sequence[Line]) -> str:
+    return "\n(one SIMULATED rank)" if any(line["simulated"] for line in lines) else ""

@@ -1,0 +1,101 @@
+"""Tables of the README and figures of decode steps, from lines made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plot_decode, readme_tables
+from benchmarks.figure_style import Folders
+from benchmarks.records import ROOT
+
+STATE = {
+    "device": "NVIDIA H200",
+    "torch": "2.11",
+    "date": "2026-11-29T22:00:00Z",
+    "git": "abc",
+    "method": "by hand",
+    "simulated": True,
+}
+
+
+def decode_line(**changes: Any) -> dict[str, Any]:
+    part = {"calls": 1, "us": 10e3, "roofline_us": 8e3, "bytes": 1, "flops": 1}
+    line = STATE | {
+        "figure": "decode", "shape": "deepseek_v3.1", "dp": 8, "tp": 1, "format": "fp8", "context": 32768, "batch": 16, "kind": "given",
+        "step_us": 40e3, "busy_us": 39e3, "device_us": 39.6e3, "roofline_us": 30e3, "roofline_share": 0.75, "tokens_per_s_per_gpu": 400.0,
+        "host_gap": 0.025, "host_gap_events": 0.01, "operations": [], "parts": {"attention": part, "experts": part | {"us": 22e3}},
+        "kernels": [
+            ["stream_fp8_16", 20e3, 116, "experts"], ["mla_decode_fp8", 12e3, 61, "attention"],
+            ["void at::native::copy<float, Very::Long>(int)", 6.9e3, 300, "other"], ["plan_decode", 100.0, 1, "attention"],
+        ],
+    }  # fmt: skip
+    return line | changes
+
+
+def ratio_line(context: int) -> dict[str, Any]:
+    return STATE | {
+        "figure": "decode_ratios", "shape": "deepseek_v3.1", "dp": 8, "tp": 1, "context": context, "equal_batch": 9, "attention_ratio": 1.5,
+        "step_ratio": 1.2, "largest_batches": [16, 9], "tokens_ratio": 1.6, "roofline_ratio": 1.7,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    lines = [
+        decode_line(step_us=99e3),
+        decode_line(),
+        decode_line(format="bf16", batch=9),
+        ratio_line(65536),
+        ratio_line(131072),
+    ]
+    (tmp_path / "decode.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return tmp_path
+
+
+def test_step_table_adds_up_and_names_each_kernel_s_part(results: Path) -> None:
+    text = readme_tables.step(results)
+    assert text is not None and "one SIMULATED rank" in text[0] and "2.5 % (profiler) and 1.0 % (events)" in text[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text[4:]]
+    by_name = {row[0]: row[1:] for row in rows}
+    assert list(by_name)[:2] == ["**experts**", "`stream_fp8_16`"]
+    assert by_name["**attention**"] == ["62", "12.10", "30 %", "8.00", "66 %"]
+    assert "`plan_decode`" not in by_name, "too small for a row"
+    assert by_name["`copy`"][1] == "6.90"
+    components = sum(float(cells[1]) for name, cells in by_name.items() if name.startswith("**") and name != "**step**")
+    assert components + float(by_name["no kernel runs"][1]) == pytest.approx(40.0)
+
+
+def test_tables_go_between_their_marks(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = tmp_path / "README.md"
+    marks = "".join(f"<!-- table {name} -->\nold {name}\n<!-- /table -->\nkept\n" for name in readme_tables.TABLES)
+    readme.write_text(marks)
+    arguments = ["--results", str(results), "--readme", str(readme)]
+    assert readme_tables.main([*arguments, "--check"]) == 1 and readme.read_text() == marks
+    assert readme_tables.main(arguments) == 0
+    text = readme.read_text()
+    assert "old step" not in text and "old decode" not in text and "old prefill" in text and text.count("kept") == 4
+    assert "1.50x at 9 | 16 and 9 | 1.60x | 1.70x | 0.94" in text
+    assert "prefill: left as it is" in capsys.readouterr().err
+    assert readme_tables.main([*arguments, "--check"]) == 0
+    readme.write_text("nothing")
+    with pytest.raises(ValueError, match="no marks of the table"):
+        readme_tables.main(arguments)
+
+
+def test_the_repository_s_readme_has_every_mark() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert readme_tables.written(readme, {name: ["x"] for name in readme_tables.TABLES}) != readme
+
+
+def test_figures_are_drawn_or_named(results: Path, tmp_path: Path) -> None:
+    folders = Folders(results, tmp_path / "figures")
+    for draw, name in ((plot_decode.decode_step, "decode_step"), (plot_decode.decode_ratio, "decode_ratio")):
+        assert draw(folders) is None
+        assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 5000
+        assert "needs a Hopper GPU" in (draw(Folders(tmp_path / "nowhere", tmp_path)) or "")
+    spent = plot_decode.in_step(decode_line())
+    assert sum(spent.values()) == pytest.approx(40.0) and spent["no kernel runs"] == 1.0
