@@ -204,7 +204,7 @@ class ServerConfig:
     max_body_bytes: int = 8 << 20
     max_header_bytes: int = 32 << 10
     drain_s: float = 20.0
-    heartbeat_s: float = 4.0
+    heartbeat_s: float = 3.0
     stall_s: float = 300.0
     access_log: bool = True
 

@@ -26,7 +26,7 @@ from engine.place import LIFELINE, RUN_FOLDER, Place
 
 API_KEY = "SNAPMLA_API_KEY"
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-AFTER_RANK_0_S = 2.0
+AFTER_RANK_0_S = 1.0
 SAME_SIGNAL_S = 1.0  # a terminal's Ctrl-C may arrive twice: from the terminal and from torchrun
 TERMINATE_AFTER_S = 1.0
 _POLL_S = 0.05

@@ -40,7 +40,7 @@ from engine.transport import FrontEndSocket
 from server.metrics import Metrics
 from server.routing import Router
 
-PING_INTERVAL_S = 0.5
+PING_INTERVAL_S = 0.25
 START_HEARTBEAT_S = 120.0  # while a rank loads, one long call may hold its interpreter
 STEPS, HEARTBEAT = "steps", "heartbeat"
 log = logging.getLogger("server.frontend")

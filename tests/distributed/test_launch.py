@@ -96,7 +96,8 @@ def test_a_dead_or_frozen_process_ends_the_tree(tmp_path: Path, who: str, what: 
         os.kill(victim, what)
         hit = time.monotonic()
         if who != "front end":
-            assert broken.wait(NOTICE_S + 3)  # the machine of a test is a busy one
+            assert broken.wait(NOTICE_S)
+            print(f"{what.name} of {who}: noticed after {time.monotonic() - hit:.1f} s")
             assert "error" in events[-1], events[-1]
         ends_clean(launched, nonzero=True)
         print(f"{what.name} of {who}: tree gone after {time.monotonic() - hit:.1f} s")
