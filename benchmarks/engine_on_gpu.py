@@ -5,7 +5,6 @@
 
 kernels   Hopper kernels against the reference backend, same FP8 cache: 20 prompts of 256 greedy tokens
 graphs    graph replay against eager at batch sizes around the captured ones; asynchronous against synchronous
-mtp       speculation k = 1..3 against k = 0: tokens and speed at batch 1, 8, 64
 speed     decode steps/s at batch 1, tokens/s at larger batches
 parallel  two devices through the launcher: 2x1 and 1x2 against one process, 50 prompts, 16 at a time
 
@@ -36,7 +35,7 @@ from engine.sampling_params import SamplingParams
 from kernels import ops
 from tests.comparator import Differences, Generation, assert_same_generations
 
-PARTS = ("kernels", "graphs", "mtp", "speed", "parallel")
+PARTS = ("kernels", "graphs", "speed", "parallel")
 NUM_TOKENS = 256
 HELDOUT = Path(__file__).parent / "demo_model" / "heldout.jsonl"
 
@@ -143,36 +142,6 @@ def speed(results: Log) -> None:
         _, long = generate(engine, chosen, greedy(32 + NUM_TOKENS, logprobs=False))
         step = (long - short) / NUM_TOKENS  # prefill and start-up cancel
         results.write(part="speed", batch=batch, steps_per_s=round(1 / step, 1), tokens_per_s=round(batch / step, 1))
-
-
-def mtp(results: Log) -> None:
-    engines = {depth: llm(num_speculative_tokens=depth) for depth in (0, 1, 2, 3)}
-    texts = prompts(20)
-    want, noise = noise_of_batching(eager_llm(), texts, 128)
-    for depth in (1, 2, 3):
-        got = generations(generate(engines[depth], texts, greedy(128))[0])
-        results.write(part="mtp", what="equal tokens", depth=depth, **compare(got, want, noise, f"mtp {depth}"))
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, max_tokens=NUM_TOKENS, ignore_eos=True, seed=11)
-        for batch in (1, 8, 64):
-            base = 0.0
-            for depth, engine in engines.items():
-                chosen = prompts(64)[:batch]
-                generate(engine, chosen, SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=11))
-                before = engine.stats()
-                _, seconds = generate(engine, chosen, params)
-                after = engine.stats()
-                rate = batch * NUM_TOKENS / seconds
-                base = base or rate
-                drafts = after.spec_drafts - before.spec_drafts
-                per_pos = [
-                    round((a - b) / max(drafts, 1), 3)
-                    for a, b in zip(after.spec_accepted_per_pos, before.spec_accepted_per_pos)
-                ]
-                results.write(
-                    part="mtp", what="speed", temperature=temperature, batch=batch, depth=depth, tokens_per_s=round(rate, 1),
-                    speed_up=round(rate / base, 3), accepted_per_pos=per_pos, tokens_per_step=round(1 + sum(per_pos), 3),
-                )  # fmt: skip
 
 
 def parallel(results: Log) -> None:

@@ -92,12 +92,12 @@ def workload(seed: int = 0, count: int = 18, vocab_size: int = 384) -> Requests:
         prompt = [rng.randrange(8, vocab_size) for _ in range(rng.choice([1, 5, 63, 64, 65, 127, 128, 129, 200]))]
         if index % 3 == 0:
             prompt = shared[: rng.choice([64, 100, 128])] + prompt[:30]
-        params = SamplingParams(
-            max_tokens=rng.randrange(12, 40) if index % 5 else 1 + index % 8,
-            ignore_eos=index % 2 == 0,
-            seed=index,
-            **kinds[index % len(kinds)],
-        )
+        max_tokens = rng.randrange(12, 40) if index % 5 else 1 + index % 8
+        if index % 32 == 31:
+            max_tokens = 100  # grows over a block border in any case
+        kind = kinds[index % len(kinds)]
+        kind = kind | {"min_tokens": min(kind.get("min_tokens", 0), max_tokens)}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=index % 2 == 0, seed=index, **kind)
         requests[f"r{index}"] = (prompt, params)
     return requests | border_pair(shared)
 
@@ -107,6 +107,27 @@ def border_pair(shared: Sequence[int], **params: Any) -> Requests:
     params = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True} | params
     ends = {"border a": 11, "border b": 21}
     return {name: ([*shared[:128], end, 12], SamplingParams(**params)) for name, end in ends.items()}
+
+
+def oracle(core: EngineCore, requests: Requests, truth: dict[str, Outcome], wrong_every: int) -> None:
+    """Make the runner's drafts the continuation that `truth` has, wrong at every n-th position; not for captured graphs."""
+    runner = core._executor._runner  # type: ignore[attr-defined]
+    drafter, running = runner._drafter, core._scheduler._running
+    real, vocab_size = drafter.draft, runner._vocab_size
+
+    def draft(batch: Any, hidden: Any, next_ids: Any, accepted: Any, rows: Any, *, depth: int) -> None:
+        real(batch, hidden, next_ids, accepted, rows, depth=depth)
+        by_row = {request.row: request.request_id for _, request in running}
+        for row, position in zip(rows.rows.tolist(), rows.positions.tolist()):
+            name = by_row[row]
+            tokens = truth[name].token_ids
+            for index in range(depth):
+                at = position + 2 + index - len(requests[name][0])
+                right = tokens[at] if 0 <= at < len(tokens) else 0
+                wrong = (position + index) % wrong_every == 0
+                drafter.tokens[row, index] = (right + wrong) % vocab_size
+
+    drafter.draft = draft
 
 
 def assert_equal(got: dict[str, Outcome], want: dict[str, Outcome], requests: Requests) -> None:

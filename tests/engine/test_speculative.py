@@ -2,37 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
-from engine.core import EngineCore
 from engine.speculative import DecodeLines, count_accepted
-from tests.engine.speculation import Outcome, assert_equal, engine, run, workload
+from tests.engine.speculation import Outcome, assert_equal, engine, oracle, run, workload
 from tests.reference_checkpoints import reference_checkpoint
 
 FAMILIES = ["deepseek_v3-tiny", "longcat_flash-tiny"]
-
-
-def oracle(core: EngineCore, truth: dict[int, Sequence[int]], prompts: dict[int, int], wrong_every: int) -> None:
-    """Make the runner's drafts the true continuation by position of each row's sequence, wrong at every n-th position."""
-    runner = core._executor._runner
-    drafter, running = runner._drafter, core._scheduler._running
-    assert drafter is not None
-    real = drafter.draft
-
-    def draft(batch, hidden, next_ids, accepted, rows, *, depth: int) -> None:
-        real(batch, hidden, next_ids, accepted, rows, depth=depth)
-        by_row = {request.row: request for _, request in running}
-        for row, position in zip(rows.rows.tolist(), rows.positions.tolist()):
-            tokens = truth[by_row[row].request_id]
-            for index in range(depth):
-                at = position + 2 + index - prompts[by_row[row].request_id]
-                right = tokens[at] if 0 <= at < len(tokens) else 0
-                drafter.tokens[row, index] = (right + 1) % 384 if (position + index) % wrong_every == 0 else right
-
-    drafter.draft = draft
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -63,10 +40,9 @@ def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[st
     token, and no slot of a rejected draft is lost."""
     requests = workload(seed=1)
     plain = run(engine(str(reference_checkpoint(variant)), 0, **scheduler), requests)
-    truth = {name: outcome.token_ids for name, outcome in plain.items()}
     for depth, wrong_every in ((1, 1000), (3, 4)):
         core = engine(str(reference_checkpoint(variant)), depth, asynchronous=asynchronous, **scheduler)
-        oracle(core, truth, {name: len(prompt) for name, (prompt, _) in requests.items()}, wrong_every)
+        oracle(core, requests, plain, wrong_every)
         got = run(core, requests)
         assert_equal(got, plain, requests)
         stats = core.stats()

@@ -1,0 +1,259 @@
+"""Speculation with the models' own draft heads: equal tokens, acceptance, speed. One JSON line per finding.
+
+    python -m benchmarks.mtp equality                       # 200 requests, k = 1..3 against k = 0, demo and reference models
+    python -m benchmarks.mtp acceptance                     # held-out text, by position, at temperature 0, 0.7 and 1
+    python -m benchmarks.mtp speed --device cuda            # against k = 0 at batch 1, 8, 64
+
+equality  Requests of mixed lengths and arrivals, greedy and seeded, two of them parting right behind a block border, with
+          prefix cache, chunked prefill and preemption, synchronous and asynchronous, against k = 0 without any of these. On a
+          CPU in FP32 with the exact cache and every sampling parameter: all tokens equal, with the head's own drafts (a random
+          model accepts next to none) and with those of an oracle that is wrong at every fifth position. On CUDA, eager and with graphs, with
+          the BF16 cache: equal up to rounding (tests/comparator.py), whose noise is that of k = 0 with and without the features.
+          A seeded draw is the best of log probability times temperature-free noise, so it is compared as greedy tokens are,
+          after the noise is added.
+acceptance, speed   LLM with the demo model and its FP8 cache; texts are those of demo_model/heldout.jsonl, max_tokens exact and
+          end tokens ignored. Tokens are counted by the engine. ms_per_step is wall time, device_ms that of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.engine_on_gpu import prompts
+from benchmarks.records import RESULTS, Records
+from engine.hub import resolve_model
+from engine.llm import LLM
+from engine.messages import ReplicaStats
+from engine.sampler import gumbel_noise
+from engine.sampling_params import SamplingParams
+from models.config import load_model_config
+from tests.comparator import Differences, Generation, assert_same_generations
+from tests.engine.speculation import Outcome, Requests, assert_equal, border_pair, engine, oracle, run, workload
+from tests.reference_checkpoints import reference_checkpoint
+
+MODELS = ("demo", "deepseek_v3-tiny", "longcat_flash-tiny")
+ARRIVALS = (1, 3, 0, 12, 0, 0, 5, 24, 0, 0, 0)
+FEATURES = {"max_num_batched_tokens": 96, "prefill_chunk": 64, "max_num_seqs": 24, "num_cache_blocks": 16}
+SEED = 11
+
+
+def per_position(after: ReplicaStats, before: ReplicaStats | None = None) -> dict[str, Any]:
+    """Part of the verified sequences whose drafts were accepted up to each position, and tokens per sequence and step."""
+    before = before or ReplicaStats(spec_accepted_per_pos=[0] * len(after.spec_accepted_per_pos))
+    drafts = max(after.spec_drafts - before.spec_drafts, 1)
+    accepted = [(a - b) / drafts for a, b in zip(after.spec_accepted_per_pos, before.spec_accepted_per_pos)]
+    return {"accepted_per_pos": [round(part, 3) for part in accepted], "tokens_per_step": round(1 + sum(accepted), 3)}
+
+
+# ---- equality
+
+
+def equality(records: Records, options: argparse.Namespace) -> None:
+    failed = False
+    for name in options.models:
+        folder = str(reference_checkpoint(name) if "-" in name and not Path(name).exists() else resolve_model(name))
+        check = equal_exactly if options.exact or options.device == "cpu" else equal_up_to_rounding
+        for found in check(folder, options.prompts, options.depths, options.device):
+            failed |= "failed" in found
+            records.write(part="equality", model=Path(name).name, where=options.device, **found)
+            print(json.dumps(found), flush=True)
+    if failed:
+        raise SystemExit("tokens differ by more than rounding explains")
+
+
+def equal_exactly(folder: str, count: int, depths: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
+    """FP32 and the exact cache, for which only the reference operations have a form on CUDA."""
+    requests = workload(seed=3, count=count, vocab_size=load_model_config(Path(folder)).vocab_size)
+    options: dict[str, Any] = {"device": device, "kernels": "reference"}
+    want = run(engine(folder, 0, prefix_cache=False, **options), requests, [32])
+    tokens = sum(len(outcome.token_ids) for outcome in want.values())
+    for depth in (0, *depths):
+        for asynchronous, drafts in ((False, "head"), (True, "head"), (True, "oracle")):
+            if drafts == "oracle" and not depth:
+                continue
+            started = time.perf_counter()
+            core = engine(folder, depth, asynchronous=asynchronous, **FEATURES, **options)
+            if drafts == "oracle":
+                oracle(core, requests, want, wrong_every=5)
+            got = run(core, requests, ARRIVALS)
+            assert_equal(got, want, requests)
+            yield {
+                "exact": True, "depth": depth, "asynchronous": asynchronous, "drafts": drafts, "prompts": len(requests), "tokens": tokens, "tokens_equal": tokens,
+                **_features_seen(core.stats()), "seconds": round(time.perf_counter() - started, 1),
+            }  # fmt: skip
+
+
+def equal_up_to_rounding(folder: str, count: int, depths: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
+    vocab_size = load_model_config(Path(folder)).vocab_size
+    requests = unfiltered(workload(seed=3, count=count, vocab_size=vocab_size))
+    # The BF16 cache rounds a token alike whatever the chunk, which the FP8 cache does not.
+    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "cache_format": "bf16"}
+    plain = engine(folder, 0, prefix_cache=False, max_num_seqs=24, cuda_graphs=False, num_cache_blocks=400, **options)
+    want = scored(run(plain, requests, [24]), requests, vocab_size)
+    control = run(engine(folder, 0, asynchronous=True, **FEATURES, **options), requests, ARRIVALS)
+    noise = Differences.between(scored(control, requests, vocab_size), want)
+    for depth in depths:
+        for graphs in (False, True):
+            core = engine(folder, depth, asynchronous=graphs, cuda_graphs=graphs, **FEATURES, **options)
+            got = scored(run(core, requests, ARRIVALS), requests, vocab_size)
+            _share_first_difference(got, want)
+            found: dict[str, Any] = {
+                "exact": False, "depth": depth, "asynchronous": graphs, "cuda_graphs": graphs, "prompts": len(requests),
+                "tokens": sum(len(generation.token_ids) for generation in want),
+                "prompts_equal": sum(a.token_ids == b.token_ids for a, b in zip(got, want)),
+                "noise": round(noise.largest, 4), **_features_seen(core.stats()),
+            }  # fmt: skip
+            try:
+                differences, equal = assert_same_generations(got, want, noise, f"k = {depth}: ")
+                found |= {"tokens_equal": equal, "largest_difference": round(differences.largest, 4)}
+            except AssertionError as error:  # the other depths are worth knowing all the same
+                found["failed"] = str(error)[:400]
+            yield found
+            del core
+
+
+def _features_seen(stats: ReplicaStats) -> dict[str, Any]:
+    """Proof that the features were at work."""
+    assert stats.num_preemptions and stats.prefix_hits, stats
+    return {
+        "preemptions": stats.num_preemptions,
+        "prefix_hit_tokens": stats.prefix_hits,
+        "steps": stats.num_steps,
+        **per_position(stats),
+    }
+
+
+def unfiltered(requests: Requests) -> Requests:
+    """Greedy requests and draws at two temperatures, all with log probabilities: what rounding moves by little."""
+    changed: Requests = {}
+    for index, (name, (prompt, params)) in enumerate(requests.items()):
+        temperature = (0.0, 0.8, 1.0)[index % 3]
+        changed[name] = (
+            prompt,
+            SamplingParams(temperature=temperature, max_tokens=params.max_tokens, ignore_eos=True, seed=index, logprobs=20),
+        )
+    shared = list(requests["border a"][0][:128])
+    return (
+        changed
+        | border_pair(shared, logprobs=20)
+        | {f"{name}, seeded": request for name, request in border_pair(shared, logprobs=20, temperature=1.0, seed=5).items()}
+    )
+
+
+def scored(outcomes: dict[str, Outcome], requests: Requests, vocab_size: int) -> list[Generation]:
+    """Continuations whose log probabilities carry the noise of the request's draws, so that the best one is what was drawn."""
+    found = []
+    for name, outcome in outcomes.items():
+        prompt, params = requests[name]
+        entries = [{entry.token_id: entry.logprob, **dict(entry.top)} for entry in outcome.logprobs]
+        if not params.greedy:
+            positions = torch.arange(len(entries)) + len(prompt)
+            noise = gumbel_noise(torch.full_like(positions, params.seed or 0), positions, vocab_size) * params.temperature
+            entries = [
+                {token: value + float(row[token]) for token, value in entry.items()} for entry, row in zip(entries, noise)
+            ]
+        found.append(Generation(outcome.token_ids, entries))
+    return found
+
+
+def _share_first_difference(got: Sequence[Generation], want: Sequence[Generation]) -> None:
+    """Let `want` know the score of the token that `got` drew in place of its own, if it was not among the best twenty."""
+    for mine, theirs in zip(got, want):
+        for position, (a, b) in enumerate(zip(mine.token_ids, theirs.token_ids)):
+            if a != b:
+                theirs.logprobs[position].setdefault(a, mine.logprobs[position][a])
+                break
+
+
+# ---- acceptance and speed
+
+
+def llm(options: argparse.Namespace, depth: int, acceptance: str = "exact", **more: Any) -> LLM:
+    if depth:
+        more |= {"num_speculative_tokens": depth, "speculative_acceptance": acceptance}
+    size = {"cuda": 2 << 30, "cpu": 96 << 20}[options.device]
+    return LLM(options.models[0], device=options.device, cache_memory_bytes=size, max_num_seqs=64, **more)
+
+
+def acceptance(records: Records, options: argparse.Namespace) -> None:
+    texts = prompts(options.prompts)
+    for how in ("exact", "ratio"):
+        for depth in options.depths:
+            server = llm(options, depth, how)
+            for temperature in (0.0, 0.7, 1.0):
+                before = server.stats()
+                params = SamplingParams(temperature=temperature, max_tokens=options.tokens, ignore_eos=True, seed=SEED)
+                server.generate(texts, params, use_tqdm=False)
+                found = {"acceptance": how, "depth": depth, "temperature": temperature, **per_position(server.stats(), before)}
+                records.write(part="acceptance", model=options.models[0], where=options.device, prompts=len(texts), **found)
+                print(json.dumps(found), flush=True)
+
+
+def speed(records: Records, options: argparse.Namespace) -> None:
+    base: dict[tuple[float, int], float] = {}
+    for how, depth in (("exact", 0), *(("exact", k) for k in options.depths), *(("ratio", k) for k in options.depths)):
+        server = llm(options, depth, how)
+        for temperature in (0.0, 1.0):
+            if how == "ratio" and not temperature:
+                continue  # greedy acceptance is the same
+            for batch in options.batches:
+                found = timed(server, prompts(64)[:batch], temperature, options.tokens)
+                rate = base.setdefault((temperature, batch), found["tokens_per_s"])
+                found = {
+                    "acceptance": how, "temperature": temperature, "batch": batch, "depth": depth,
+                    "speed_up": round(found["tokens_per_s"] / rate, 3), **found,
+                }  # fmt: skip
+                records.write(part="speed", model=options.models[0], where=options.device, **found)
+                print(json.dumps(found), flush=True)
+
+
+def timed(server: LLM, texts: Sequence[str], temperature: float, num_tokens: int) -> dict[str, Any]:
+    """Tokens per second of one batch, prefill left out: the difference of a long and a short run."""
+    params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=SEED)
+    server.generate(texts, params, use_tqdm=False)
+    seconds: list[float] = []
+    stats = [server.stats()]
+    for count in (16, 16 + num_tokens):
+        params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=SEED)
+        started = time.perf_counter()
+        server.generate(texts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+        stats.append(server.stats())
+    wall = seconds[1] - seconds[0]
+    start, short, long = stats
+    steps = (long.num_steps - short.num_steps) - (short.num_steps - start.num_steps)
+    device = (long.model_seconds - short.model_seconds) - (short.model_seconds - start.model_seconds)
+    return {
+        "tokens_per_s": round(len(texts) * num_tokens / wall, 1), "steps": steps, "ms_per_step": round(1e3 * wall / steps, 3),
+        "device_ms": round(1e3 * device / steps, 3), **per_position(long, short),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("equality", "acceptance", "speed"))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--exact", action="store_true", help="equality on CUDA in FP32 with the reference operations, eager")
+    parser.add_argument("--models", nargs="+", default=None, help="demo, a folder, or the name of a reference checkpoint")
+    parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--prompts", type=int, default=None, help="(default: 200 for equality, 48 for acceptance)")
+    parser.add_argument("--tokens", type=int, default=None, help="per prompt (default: 64 for acceptance, 256 for speed)")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--output", type=Path, default=RESULTS / "mtp.jsonl")
+    options = parser.parse_args()
+    options.models = options.models or (MODELS if options.part == "equality" else ["demo"])
+    options.prompts = options.prompts or (200 if options.part == "equality" else 48)
+    options.tokens = options.tokens or (256 if options.part == "speed" else 64)
+    records = Records(options.output, device=options.device, method=f"benchmarks.mtp {options.part}", seed=SEED)
+    {"equality": equality, "acceptance": acceptance, "speed": speed}[options.part](records, options)
+
+
+if __name__ == "__main__":
+    main()
