@@ -2,19 +2,20 @@
 
 Needs the commands `guidellm` and `lm_eval` on the PATH (neither is a dependency of ours). guidellm's token and request
 counts must equal `/metrics`, its mean latencies are compared with them; lm_eval runs a scoring and a generating task on data
-written here, through the completions and the chat route. Appends one JSON line to results/clients.jsonl.
+written here, through the completions and the chat route; the openai package asks in every way it has. All of it is answered
+by the bundled model. Appends one JSON line to results/clients.jsonl.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lm_eval_local import evaluate, run, write_task
+from benchmarks.openai_client import openai_python
 from benchmarks.records import machine_state
 from benchmarks.serving import RESULTS, scrape
 from engine.hub import resolve_model
@@ -29,23 +30,6 @@ QUESTIONS = {
     "Blessed are they that": " mourn",
     "He was the son of": " David",
 }
-TASKS = {
-    "local_score": {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}]},
-    "local_text": {
-        "output_type": "generate_until",
-        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-    },
-}
-
-
-def run(command: list[str], folder: Path) -> str:
-    """Output of a client; offline, so that it can only use what is here."""
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OPENAI_API_KEY": "none"}
-    done = subprocess.run(command, env=os.environ | offline, cwd=folder, capture_output=True, text=True, timeout=900)
-    if done.returncode:
-        raise RuntimeError(f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
-    return done.stdout + done.stderr
 
 
 def guidellm(port: int, folder: Path) -> dict[str, Any]:
@@ -81,36 +65,13 @@ def guidellm(port: int, folder: Path) -> dict[str, Any]:
 
 
 def lm_eval(port: int, folder: Path) -> dict[str, Any]:
-    """Results of the tasks on both routes."""
-    data = folder / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in QUESTIONS.items()))
-    for name, task in TASKS.items():
-        common = {
-            "task": name, "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test",
-            "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
-        }  # fmt: skip
-        (folder / f"{name}.yaml").write_text(json.dumps(common | task))  # JSON is YAML
-    routes = {
-        "local-completions": (
-            "/v1/completions",
-            f",tokenizer_backend=huggingface,tokenizer={resolve_model('demo')}",
-            TASKS,
-            [],
-        ),
-        "local-chat-completions": ("/v1/chat/completions", "", ["local_text"], ["--apply_chat_template"]),
+    """Results of a scoring and a generating task on the completions route, of the latter on the chat route."""
+    write_task(folder, "local_score", "score", QUESTIONS.items())
+    write_task(folder, "local_text", "text", QUESTIONS.items())
+    return {
+        "local-completions": evaluate(port, folder, ["local_score", "local_text"])["results"],
+        "local-chat-completions": evaluate(port, folder, ["local_text"], chat=True)["results"],
     }
-    results = {}
-    for kind, (path, more, tasks, flags) in routes.items():
-        arguments = f"model=demo,base_url=http://127.0.0.1:{port}{path},num_concurrent=4,max_length=2048{more}"
-        output = folder / kind
-        run(
-            ["lm_eval", "--model", kind, "--model_args", arguments, "--tasks", ",".join(tasks), "--include_path", str(folder),
-             "--output_path", str(output), *flags],
-            folder,
-        )  # fmt: skip
-        (report,) = output.rglob("results_*.json")
-        results[kind] = json.loads(report.read_text())["results"]
-    return results
 
 
 def main() -> None:
@@ -118,12 +79,16 @@ def main() -> None:
         if shutil.which(name) is None:
             raise SystemExit(f"{name} is not on the PATH; install it in an environment of its own")
     folder = Path(tempfile.mkdtemp())
-    options = ("--num-cache-blocks", "512", "--max-model-len", "2048")
+    options = ("--num-cache-blocks", "512", "--max-model-len", "2048", "--cache-format", "fp32")  # equal at any batch size
     with Launched(PYTHON, *options, log=folder / "log") as launched:
         launched.wait_ready()
         for _ in range(3):
             launched.post("/v1/completions", prompt="warm", max_tokens=8)
-        result = {"guidellm": guidellm(launched.port, folder), "lm_eval": lm_eval(launched.port, folder)}
+        result = {
+            "guidellm": guidellm(launched.port, folder),
+            "lm_eval": lm_eval(launched.port, folder),
+            "openai": openai_python(launched.port),
+        }
         log = launched.log.read_text()
     result |= {"server_errors": log.count('"status":5'), "machine": machine_state("cpu")}
     print(json.dumps(result, indent=1))
