@@ -22,8 +22,10 @@ import torch
 import torch.nn.functional as F
 
 from kernels.cuda import binding, gemm, moe
-from kernels.cuda.elementwise import silu_and_mul
-from kernels.layout import FP8, BlockScaledWeight, Weight
+from kernels.cuda.absorbed import absorb_query, project_values
+from kernels.cuda.elementwise import rms_norm, rms_norm_quantized, silu_and_mul
+from kernels.cuda.latent import quantize_q
+from kernels.layout import FP8, BlockScaledWeight, CacheFormat, Weight
 
 RESULTS = Path(__file__).parent / "results" / "kernel_linear.jsonl"
 WARM_SECONDS, REPLAYS, ROTATED_BYTES = 0.12, 9, 600 << 20
@@ -188,23 +190,51 @@ def mlp_case(name: str, hidden: int, inner: int, m: int, rate: float) -> dict[st
     return result
 
 
-def small_kernels() -> dict[str, object]:
-    """Microseconds of the kernels around the products, 64 tokens of DeepSeek-V3."""
-    x, gate_up = torch.randn(64, 7168, device="cuda").bfloat16(), torch.randn(64, 4096, device="cuda").bfloat16()
-    residual, weight = torch.randn_like(x), torch.ones(7168, device="cuda").bfloat16()
-    router = torch.randn(256, 7168, device="cuda").bfloat16()
-    router_fp32 = router.float()
-    logits, bias = torch.randn(64, 256, device="cuda"), torch.randn(256, device="cuda") * 0.1
+def small_kernels(tokens: int) -> dict[str, object]:
+    """Microseconds of the kernels around the products of a DeepSeek-V3 layer, weights from the L2 cache."""
+    x, gate_up = torch.randn(tokens, 7168, device="cuda").bfloat16(), torch.randn(tokens, 4096, device="cuda").bfloat16()
+    q_a, q_weight = torch.randn(tokens, 2112, device="cuda").bfloat16()[:, :1536], torch.ones(1536, device="cuda")
+    residual, weight = torch.randn_like(x), torch.ones(7168, device="cuda")
+    router, bias = torch.randn(256, 7168, device="cuda").bfloat16(), torch.randn(256, device="cuda") * 0.1
     kind = {"scoring": "sigmoid", "top_k": 8, "num_groups": 8, "top_groups": 4, "normalize": True, "scaling_factor": 2.5}
     result = {
-        "case": "around the products, 64 tokens",
+        "case": "around the products", "tokens": tokens,
         "quantize_us": graph_us(lambda _: gemm.quantize_1x128(x), 50),
         "silu_quantize_us": graph_us(lambda _: gemm.silu_and_mul_quantized(gate_up), 50),
-        "norm_quantize_us": graph_us(lambda _: gemm.rms_norm_quantized(x, weight, eps=1e-6, residual=residual), 50),
-        "router_logits_us": graph_us(lambda _: gemm.router_logits(x, router), 50),
-        "router_fp32_us": graph_us(lambda _: F.linear(x.float(), router_fp32), 50),
-        "route_us": graph_us(lambda _: moe.route(logits, bias, **kind), 50),
-    }
+        "norm_us": graph_us(lambda _: rms_norm(x, weight, eps=1e-6, residual=residual), 50),
+        "norm_quantize_us": graph_us(
+            lambda _: rms_norm_quantized(x, weight, eps=1e-6, residual=residual, keep_plain=True), 50
+        ),
+        "q_norm_quantize_us": graph_us(lambda _: rms_norm_quantized(q_a, q_weight, eps=1e-6, keep_plain=False), 50),
+        "choose_experts_us": graph_us(lambda _: moe.choose_experts(x, router, bias, **kind), 50),
+    }  # fmt: skip
+    print({key: round(value, 2) if isinstance(value, float) else value for key, value in result.items()}, flush=True)
+    return result
+
+
+def latent_case(tokens: int, rate: float) -> dict[str, object]:
+    """The products with the halves of kv_b and what is fused with them, beside the separate steps; weights from memory."""
+    heads, copies = 128, 12
+    kv_b = [torch.randn(heads, 256, 512, device="cuda").bfloat16() for _ in range(copies)]
+    w_uk, w_uv = [w[:, :128] for w in kv_b], [w[:, 128:].transpose(1, 2) for w in kv_b]
+    q, out = (torch.randn(tokens, heads, d, device="cuda").bfloat16() for d in (192, 512))
+    table, positions = torch.randn(4096, 64, device="cuda"), torch.randint(0, 4096, (tokens,), device="cuda")
+
+    def separate_query(i: int) -> object:
+        content = torch.bmm(q[..., :128].transpose(0, 1), w_uk[i % copies]).transpose(0, 1)
+        return quantize_q(content, q[..., 128:], positions, table, fmt=CacheFormat.FP8)
+
+    def separate_values(i: int) -> object:
+        return gemm.quantize_1x128(torch.bmm(out.transpose(0, 1), w_uv[i % copies]).transpose(0, 1).flatten(1))
+
+    size = heads * 128 * 512 * 2
+    result = {
+        "case": "kv_b halves", "tokens": tokens, "bytes": size, "goal_us": size / (GOAL_SHARE * rate) * 1e6 + GOAL_EXTRA_US,
+        "absorb_query_us": graph_us(lambda i: absorb_query(q, w_uk[i % copies], positions, table, fmt=CacheFormat.FP8), 24),
+        "absorb_query_separate_us": graph_us(separate_query, 24),
+        "project_values_us": graph_us(lambda i: project_values(out, w_uv[i % copies], quantize=True), 24),
+        "project_values_separate_us": graph_us(separate_values, 24),
+    }  # fmt: skip
     print({key: round(value, 2) if isinstance(value, float) else value for key, value in result.items()}, flush=True)
     return result
 
@@ -220,7 +250,7 @@ def main() -> None:
     rate = read_rate()
     state = machine_state() | {"read_rate": rate}
     print(f"read rate {rate / 1e12:.2f} TB/s; {state['gpu']}", flush=True)
-    results = [small_kernels()]
+    results = [small_kernels(m) for m in (16, 64)] + [latent_case(m, rate) for m in args.tokens]
     for name in args.layers:
         results += dense_case(name, *DENSE[name], args.tokens, rate)
     if args.layers:

@@ -146,8 +146,56 @@ class QuantizedActivation:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values [T, K] that the product sees."""
-        scale = self.scale.repeat_interleave(WEIGHT_BLOCK, -1)[:, : self.data.shape[1]]
+        scale = self.scale.repeat_interleave(WEIGHT_BLOCK, -1)[..., : self.data.shape[-1]]
         return (self.data.float() * scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Rows [T, D] that were quantized where they were made, for the block-scaled products that read them.
+
+    plain: BF16|FP32 [T, D] the same rows before that, for other readers; None when there are none
+    dtype: of `plain`, and of what a product of these rows returns
+    """
+
+    quantized: QuantizedActivation
+    plain: torch.Tensor | None
+    dtype: torch.dtype
+
+
+Rows = torch.Tensor | Activation  # input of a product
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Experts that T rows chose, and their weights, side by side so that one collective carries both.
+
+    packed: int32 [T, 2 K]; the first K columns are the bits of FP32 weights, the others expert ids, -1 for nobody
+    """
+
+    packed: torch.Tensor
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """FP32 [T, K], rows 2 K apart."""
+        return self.packed[:, : self.packed.shape[1] // 2].view(torch.float32)
+
+    @property
+    def ids(self) -> torch.Tensor:
+        """int32 [T, K], rows 2 K apart."""
+        return self.packed[:, self.packed.shape[1] // 2 :]
+
+    @staticmethod
+    def of(weights: torch.Tensor, ids: torch.Tensor) -> Routing:
+        return Routing(torch.cat((weights.view(torch.int32), ids), dim=1))
+
+
+def plain_rows(x: Rows) -> torch.Tensor:
+    """The unquantized rows. Whoever made an Activation for such a reader kept them."""
+    if isinstance(x, torch.Tensor):
+        return x
+    assert x.plain is not None, "these rows were kept in quantized form only"
+    return x.plain
 
 
 @dataclass(frozen=True)

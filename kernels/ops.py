@@ -20,7 +20,17 @@ from typing import Any
 import torch
 
 from kernels.errors import KernelContractError, KernelError
-from kernels.layout import BlockScaledWeight, CacheFormat, DecodePlan, LatentCache, LatentQuery, Weight
+from kernels.layout import (
+    Activation,
+    BlockScaledWeight,
+    CacheFormat,
+    DecodePlan,
+    LatentCache,
+    LatentQuery,
+    Routing,
+    Rows,
+    Weight,
+)
 
 _forced_backend: str | None = None  # debug override, the one mutable global of this file
 _BACKENDS = {"cpu": "kernels.reference", "cuda": "kernels.cuda", "reference": "kernels.reference"}
@@ -100,6 +110,37 @@ def quantize_q(
     _require(q_content.stride(-1) == 1 and q_rope.stride(-1) == 1, op, "the last dimension must be dense")
     _require_rope_table(op, q_rope, positions, cos_sin)
     return _call(op, q_content.device, q_content, q_rope, positions, cos_sin, fmt=fmt)
+
+
+def absorb_query(
+    q: torch.Tensor, w_uk: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, fmt: CacheFormat
+) -> LatentQuery:
+    """`quantize_q` of the product of q's first part with W_UK (rounded to q's dtype) and of q's second part.
+
+    q:    BF16|FP32 [T, H, nope + R], before rotation
+    w_uk: [H, nope, C], its last dimension dense
+    """
+    op = "absorb_query"
+    _require(
+        q.ndim == w_uk.ndim == 3 and q.shape[1] == w_uk.shape[0], op, f"q {tuple(q.shape)} does not fit {tuple(w_uk.shape)}"
+    )
+    _require(q.dtype in _FLOATS and q.stride(-1) == 1, op, "q must be BF16 or FP32, its last dimension dense")
+    _require_rope_table(op, q[..., w_uk.shape[1] :], positions, cos_sin)
+    return _call(op, q.device, q, w_uk, positions, cos_sin, fmt=fmt)
+
+
+def project_values(out: torch.Tensor, w_uv: torch.Tensor, *, quantize: bool) -> Rows:
+    """Attention's output out of latent space, head by head: [T, H, C] times W_UV [H, C, v] -> rows [T, H * v] of out's dtype.
+
+    quantize: the rows come quantized for a block-scaled product, and only so
+    """
+    op = "project_values"
+    _require(
+        out.ndim == w_uv.ndim == 3 and out.shape[1:] == w_uv.shape[:2],
+        op,
+        f"out {tuple(out.shape)} does not fit {tuple(w_uv.shape)}",
+    )
+    return _call(op, out.device, out, w_uv, quantize=quantize)
 
 
 def append_kv(
@@ -307,6 +348,23 @@ def rms_norm(
     return _call("rms_norm", x.device, x, weight, eps=eps, residual=residual)
 
 
+def rms_norm_quantized(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, keep_plain: bool
+) -> tuple[Activation, torch.Tensor]:
+    """`rms_norm` of [T, D] for block-scaled products: the normalized rows, rounded to x's dtype, also quantized as `linear`
+    would.
+
+    keep_plain: whether the rows before quantization are kept for other readers (a router, experts)
+    Returns (normalized rows, x + residual).
+    """
+    op = "rms_norm_quantized"
+    _require(
+        x.ndim == 2 and weight.shape == x.shape[-1:], op, f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit"
+    )
+    _require(residual is None or residual.shape == x.shape, op, "residual must have x's shape")
+    return _call(op, x.device, x, weight, eps=eps, residual=residual, keep_plain=keep_plain)
+
+
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
     """Rotary embedding of the last dimension.
 
@@ -333,32 +391,40 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     return _call("silu_and_mul", gate_up.device, gate_up)
 
 
-def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def linear(x: Rows, weight: Weight) -> torch.Tensor:
     """x [..., K] @ weight [N, K]^T.
 
     A BlockScaledWeight quantizes x per token and 128 channels first (amax floor 1e-4, E4M3), as the published
-    checkpoints' dynamic activation scheme prescribes; products accumulate in FP32. Returns x's dtype.
+    checkpoints' dynamic activation scheme prescribes, unless x comes quantized; products accumulate in FP32. Returns x's
+    dtype.
     """
+    rows = _shape_source(x)
     data = weight.data if isinstance(weight, BlockScaledWeight) else weight
     _require(data.ndim == 2, "linear", f"weight must be [N, K], got {tuple(data.shape)}")
-    _require(x.shape[-1] == data.shape[1], "linear", f"x has {x.shape[-1]} columns, weight {data.shape[1]}")
-    return _call("linear", x.device, x, weight)
+    _require(rows.shape[-1] == data.shape[1], "linear", f"x has {rows.shape[-1]} columns, weight {data.shape[1]}")
+    return _call("linear", rows.device, x, weight)
 
 
-def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(x: Rows, gate_up: Weight, down: Weight) -> torch.Tensor:
     """down(silu(gate x) * up x): linear, silu_and_mul and linear as one operation, with the same roundings.
 
     x: BF16|FP32 [T, D]; gate_up: [2 I, D], the two halves one above the other; down: [D, I]. Returns x's dtype [T, D].
     """
-    op = "gated_mlp"
+    op, rows = "gated_mlp", _shape_source(x)
     first, second = (w.data if isinstance(w, BlockScaledWeight) else w for w in (gate_up, down))
-    _require(x.ndim == 2, op, f"x must be [T, D], got {tuple(x.shape)}")
+    _require(rows.ndim == 2, op, f"x must be [T, D], got {tuple(rows.shape)}")
     _require(
-        first.ndim == second.ndim == 2 and first.shape == (2 * second.shape[1], x.shape[1]) and second.shape[0] == x.shape[1],
+        first.ndim == second.ndim == 2
+        and first.shape == (2 * second.shape[1], rows.shape[1])
+        and second.shape[0] == rows.shape[1],
         op,
-        f"gate_up must be [2 I, {x.shape[1]}] and down [{x.shape[1]}, I], got {tuple(first.shape)} and {tuple(second.shape)}",
+        f"gate_up must be [2 I, {rows.shape[1]}] and down [{rows.shape[1]}, I], got {tuple(first.shape)} and {tuple(second.shape)}",
     )
-    return _call(op, x.device, x, gate_up, down)
+    return _call(op, rows.device, x, gate_up, down)
+
+
+def _shape_source(x: Rows) -> torch.Tensor:
+    return x.quantized.data if isinstance(x, Activation) else x
 
 
 def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -421,12 +487,44 @@ def route(
     )  # fmt: skip
 
 
+def choose_experts(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    live: torch.Tensor | None = None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> Routing:
+    """`route` of `router_logits`, for rows that are live: the others get ids -1 and weights 0.
+
+    x: BF16|FP32 [T, D]; router: BF16|FP32 [E, D]; live: bool [T], None when all are
+    """
+    op = "choose_experts"
+    _require(
+        x.ndim == router.ndim == 2 and x.shape[1] == router.shape[1],
+        op,
+        f"x {tuple(x.shape)} does not fit {tuple(router.shape)}",
+    )
+    _require(live is None or (live.dtype == torch.bool and live.shape == x.shape[:1]), op, f"live must be bool [{x.shape[0]}]")
+    experts = router.shape[0]
+    _require(1 <= top_k <= experts and experts % num_groups == 0, op, f"{top_k} of {experts} experts in {num_groups} groups")
+    return _call(
+        op, x.device, x, router, bias, live,
+        scoring=scoring, top_k=top_k, num_groups=num_groups, top_groups=top_groups, normalize=normalize, scaling_factor=scaling_factor,
+    )  # fmt: skip
+
+
 def grouped_mlp(
     x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
 ) -> torch.Tensor:
     """Weighted sum over a token's local experts of down_e(silu(gate_e x) * up_e x).
 
-    x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids
+    x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids, both of any row stride
     gate_up: [E_local, 2 I, D]; down: [E_local, D, I]; they hold experts first_expert .. first_expert + E_local - 1
     Ids outside that range (remote, zero-computation or masked experts, -1 included) contribute nothing and cost nothing.
     Returns x's dtype [T, D]; the sum over experts is FP32.

@@ -76,7 +76,12 @@ class AttentionMetadata:
 
 
 class AttentionProbe(Protocol):
-    """Watches attention from inside its layers, where unquantized values are. engine/fidelity.py has the one there is."""
+    """Watches attention from inside its layers, where unquantized values are. engine/fidelity.py has the one there is.
+
+    comparing: whether this step's layers call `compare`
+    """
+
+    comparing: bool
 
     def append(
         self,

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.layers.mla import MLA
 from models.layers.mlp import MLP
 from models.layers.moe import MoE
-from models.layers.norm import RMSNorm
+from models.layers.norm import InputNorm, RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Weights
 
@@ -30,22 +30,24 @@ class DeepSeekDecoderLayer:
         dense: bool,
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
+        input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
         self.attention = MLA(weights.at("self_attn"), config, parallel, cos_sin, cache_index)
-        self.post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
+        post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
         self.mlp: MLP | MoE
         if dense or config.moe is None:
             self.mlp = MLP(weights.at("mlp"), hidden, config.intermediate_size, parallel)
         else:
             self.mlp = MoE(weights.at("mlp"), config.moe, hidden, parallel, router="gate", bias="gate.e_score_correction_bias")
+        self.input_norm = InputNorm(input_norm, self.attention.input_proj)
+        self.post_attention_norm = self.mlp.input_norm(post_attention_norm)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual) whose sum enters -> (x, residual) whose sum leaves; both [T, D]."""
-        x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_attention_norm.add(self.attention(x, batch), residual)
-        return self.mlp(x, batch) if isinstance(self.mlp, MoE) else self.mlp(x), residual
+        rows, residual = self.input_norm.add(x, residual)
+        rows, residual = self.post_attention_norm.add(self.attention(rows, batch), residual)
+        return self.mlp(rows, batch) if isinstance(self.mlp, MoE) else self.mlp(rows), residual
 
 
 def deepseek_layers(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +12,7 @@ from models.config import ModelConfig
 from models.layers.mla import MLA
 from models.layers.mlp import MLP
 from models.layers.moe import MoE
-from models.layers.norm import RMSNorm
+from models.layers.norm import InputNorm, RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Weights
 
@@ -30,9 +31,9 @@ class LongcatDecoderLayer:
     ) -> None:
         assert config.moe is not None, "every LongCat-Flash layer has experts"
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norms = [RMSNorm(weights.norm(f"input_layernorm.{i}", hidden), eps) for i in (0, 1)]
+        input_norms = [RMSNorm(weights.norm(f"input_layernorm.{i}", hidden), eps) for i in (0, 1)]
         self.attentions = [MLA(weights.at(f"self_attn.{i}"), config, parallel, cos_sin, 2 * index + i) for i in (0, 1)]
-        self.post_attention_norms = [RMSNorm(weights.norm(f"post_attention_layernorm.{i}", hidden), eps) for i in (0, 1)]
+        post_attention_norms = [RMSNorm(weights.norm(f"post_attention_layernorm.{i}", hidden), eps) for i in (0, 1)]
         self.mlps = [MLP(weights.at(f"mlps.{i}"), hidden, config.intermediate_size, parallel) for i in (0, 1)]
         self.moe = MoE(
             weights.at("mlp"),
@@ -42,17 +43,20 @@ class LongcatDecoderLayer:
             router="router.classifier",
             bias="router.e_score_correction_bias",
         )
+        self.input_norms = [InputNorm(norm, mla.input_proj) for norm, mla in zip(input_norms, self.attentions)]
+        first, second = (InputNorm(norm, mlp.gate_up) for norm, mlp in zip(post_attention_norms, self.mlps))
+        self.post_attention_norms = [replace(first, keep_plain=True), second]  # the experts read the first one's rows, too
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual) whose sum enters -> (x, residual) whose sum leaves; both [T, D]."""
-        x, residual = self.input_norms[0].add(x, residual)
-        x, residual = self.post_attention_norms[0].add(self.attentions[0](x, batch), residual)
-        shortcut = self.moe(x, batch)
-        x, residual = self.input_norms[1].add(self.mlps[0](x), residual)
-        x, residual = self.post_attention_norms[1].add(self.attentions[1](x, batch), residual)
-        return self.mlps[1](x) + shortcut, residual
+        rows, residual = self.input_norms[0].add(x, residual)
+        rows, residual = self.post_attention_norms[0].add(self.attentions[0](rows, batch), residual)
+        shortcut = self.moe(rows, batch)
+        rows, residual = self.input_norms[1].add(self.mlps[0](rows), residual)
+        rows, residual = self.post_attention_norms[1].add(self.attentions[1](rows, batch), residual)
+        return self.mlps[1](rows) + shortcut, residual
 
 
 def longcat_layers(

@@ -17,7 +17,7 @@ from models.deepseek import DeepSeekDecoderLayer
 from models.layers.embedding import Embedding
 from models.layers.mla import MLA
 from models.layers.mlp import MLP
-from models.layers.norm import RMSNorm
+from models.layers.norm import InputNorm, RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Part, Weights
 
@@ -29,18 +29,20 @@ class LongcatDraftLayer:
         self, weights: Weights, config: ModelConfig, parallel: ParallelContext, cos_sin: torch.Tensor, *, cache_index: int
     ) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
+        input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
         self.attention = MLA(weights.at("self_attn"), config, parallel, cos_sin, cache_index)
-        self.post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
+        self.input_norm = InputNorm(input_norm, self.attention.input_proj)
+        post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
         self.mlp = MLP(weights.at("transformer_layer.mlp"), hidden, config.intermediate_size, parallel)
+        self.post_attention_norm = self.mlp.input_norm(post_attention_norm)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x, residual) whose sum enters -> (x, residual) whose sum leaves; both [T, D]."""
-        x, residual = self.input_norm.add(x, residual)
-        x, residual = self.post_attention_norm.add(self.attention(x, batch), residual)
-        return self.mlp(x), residual
+        rows, residual = self.input_norm.add(x, residual)
+        rows, residual = self.post_attention_norm.add(self.attention(rows, batch), residual)
+        return self.mlp(rows), residual
 
 
 class MTPHead:

@@ -7,6 +7,7 @@ rank costs nothing: its collectives return their argument.
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -175,17 +176,28 @@ class SimulatedContext(ParallelContext):
         """The sum over the twins' rows: with `turned` ids, each choice of this rank's own rows counted once."""
         return x.unflatten(0, (self.world_size, -1)).sum(dim=0)
 
-    def turned(self, ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Expert ids int32 [world_size * n, K], gathered, as the twins would have chosen: the i-th twin's choices are moved
-        on by i ranks, so that the rows' choices, which lie on all ranks, meet on this rank exactly once each.
+    def turned(self, ids: torch.Tensor, num_experts: int, num_choices: int) -> torch.Tensor:
+        """Expert ids int32 [n, K] as all twins would have chosen, [world_size * n, K]: the i-th twin's choices are moved on by
+        i ranks, so that the rows' choices, which lie on all ranks, meet on this rank exactly once each.
 
-        This rank's experts so get n * K (token, expert) pairs in all, their share where every rank brings n rows. Ids below 0
-        (padding) and from num_experts on (zero-computation experts) stay.
+        This rank's experts so get n * K (token, expert) pairs in all, their share where every rank brings n rows. Ids -1
+        (padding) and num_experts .. num_choices - 1 (zero-computation experts) stay.
         """
-        share = num_experts // self.world_size
-        steps = torch.arange(0, num_experts, share, dtype=ids.dtype, device=ids.device)[: self.world_size]
-        moved = (ids.unflatten(0, (self.world_size, -1)) + steps[:, None, None]).flatten(0, 1) % num_experts
-        return torch.where((ids < 0) | (ids >= num_experts), ids, moved)
+        table, offsets = _twins(self.world_size, num_experts, num_choices, ids.device)
+        return table.index_select(0, (ids + offsets).flatten()).view(-1, ids.shape[1])
+
+
+@functools.cache
+def _twins(world_size: int, num_experts: int, num_choices: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each id becomes at each twin, int32 [world_size * (1 + num_choices)], -1 first; and where a twin's ids begin less
+    1, [world_size, 1, 1]. A table, because a simulated step must not pay for its own arithmetic in every layer."""
+    share = num_experts // world_size
+    experts = torch.arange(num_experts, dtype=torch.int32)
+    others = torch.arange(num_experts, num_choices, dtype=torch.int32)
+    nobody = torch.tensor([-1], dtype=torch.int32)
+    lines = [torch.cat((nobody, (experts + i * share) % num_experts, others)) for i in range(world_size)]
+    offsets = torch.arange(world_size, dtype=torch.int32) * (1 + num_choices) + 1
+    return torch.cat(lines).to(device), offsets[:, None, None].to(device)
 
 
 def _all_gather(x: torch.Tensor, size: int, group: dist.ProcessGroup, dim: int) -> torch.Tensor:

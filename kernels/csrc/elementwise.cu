@@ -1,46 +1,6 @@
-// RMSNorm with residual, rotary embedding, SiLU product, merge of two attention results. T is BF16 or FP32; arithmetic is
-// FP32 with one rounding at the end.
+// Rotary embedding, SiLU product, merge of two attention results. T is BF16 or FP32; arithmetic is FP32 with one rounding at
+// the end.
 #include "common/ptx.cuh"
-
-// ---- rms_norm: one CTA a row -----------------------------------------------------------------------
-struct RmsNormArgs {
-  const void* x;         // T [rows, dim], row stride below
-  const void* residual;  // T [rows, dim] dense, or null
-  const void* weight;    // [dim], T or fp32
-  void* out;             // T [rows, dim]
-  void* sum;             // T [rows, dim] x + residual, written only with a residual
-  int64_t x_stride;
-  int dim, weight_fp32;
-  float eps;
-};
-template <class T> DEVICE void rms_norm(const RmsNormArgs& a) {
-  __shared__ float part[8];
-  const size_t row = (size_t)blockIdx.x * a.dim;
-  const T* x = (const T*)a.x + blockIdx.x * a.x_stride;
-  T* sum = (T*)a.sum + row;
-  float squares = 0.f;
-  for (int i = threadIdx.x; i < a.dim; i += 256) {
-    float v = widen(x[i]);
-    if (a.residual) {
-      const T rounded = narrow<T>(v + widen(((const T*)a.residual)[row + i]));
-      sum[i] = rounded, v = widen(rounded);
-    }
-    squares = fmaf(v, v, squares);
-  }
-#pragma unroll
-  for (int d = 16; d; d /= 2) squares += __shfl_xor_sync(~0u, squares, d);
-  if ((threadIdx.x & 31) == 0) part[threadIdx.x >> 5] = squares;
-  __syncthreads();
-  float total = 0.f;
-#pragma unroll
-  for (int w = 0; w < 8; w++) total += part[w];
-  const float norm = 1.f / sqrtf(total / a.dim + a.eps);
-  const T* from = a.residual ? sum : x;  // a thread reads back only what it wrote itself
-  for (int i = threadIdx.x; i < a.dim; i += 256) {
-    const float w = a.weight_fp32 ? ((const float*)a.weight)[i] : widen(((const bf16*)a.weight)[i]);
-    ((T*)a.out)[row + i] = narrow<T>(widen(from[i]) * norm * w);
-  }
-}
 
 // ---- rope: one thread a pair -------------------------------------------------------------------------
 struct RopeArgs {
@@ -106,9 +66,7 @@ template <class T> DEVICE void merge_attention(const MergeArgs& a) {
 }
 
 #define KERNEL(name, args, body) \
-  extern "C" __global__ void __launch_bounds__(256) name(const args a) { body(a); }
-KERNEL(rms_norm_bf16, RmsNormArgs, rms_norm<bf16>)
-KERNEL(rms_norm_fp32, RmsNormArgs, rms_norm<float>)
+  extern "C" __global__ void __launch_bounds__(256) name(const args a) { wait_for_previous_kernel(), allow_next_kernel(), body(a); }
 KERNEL(rope_bf16, RopeArgs, rope<bf16>)
 KERNEL(rope_fp32, RopeArgs, rope<float>)
 KERNEL(silu_and_mul_bf16, SiluArgs, silu_and_mul<bf16>)

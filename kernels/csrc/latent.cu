@@ -4,7 +4,6 @@
 #include "common/ptx.cuh"
 
 constexpr int DIM = 512, ROPE = 64, PAGE = 64, WARPS = 4;
-constexpr float FP8_MAX = 448.f, AMAX_FLOOR = 1e-4f;
 
 DEVICE float warp_max(float v) {
 #pragma unroll
@@ -247,7 +246,7 @@ template <class T, class S> DEVICE void fetch_exact(const FetchArgs& a) {
 }
 
 #define KERNEL(name, args, body) \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS) name(const args a) { body(a); }
+  extern "C" __global__ void __launch_bounds__(32 * WARPS) name(const args a) { wait_for_previous_kernel(), allow_next_kernel(), body(a); }
 KERNEL(quantize_q_bf16_fp8, QuantizeQArgs, quantize_q_fp8<bf16>)
 KERNEL(quantize_q_fp32_fp8, QuantizeQArgs, quantize_q_fp8<float>)
 KERNEL(quantize_q_bf16_bf16, QuantizeQArgs, (rotate_q<bf16, bf16>))

@@ -75,9 +75,14 @@ class Kernel:
             self.function = check(name, driver.cuKernelGetFunction(kernel))[0]
             self.argument_bytes = check(name, driver.cuFuncGetParamInfo(self.function, 0))[1]
             self.shared_memory = self._read_int(f"{name}_smem")
+            attributes = driver.CUfunction_attribute
             if self.shared_memory > 48 * 1024:
-                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check(name, driver.cuFuncSetAttribute(self.function, attribute, self.shared_memory))
+            # One split of L1 and shared memory for all: an SM changes it only when idle, so a kernel that wants another one
+            # would not start beside the last CTAs of the kernel before it.
+            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check(name, driver.cuFuncSetAttribute(self.function, carveout, 100))
 
     def _read_int(self, symbol: str) -> int:
         found = driver.cuLibraryGetGlobal(self._library, symbol.encode())

@@ -1,4 +1,4 @@
-"""rms_norm, rope, silu_and_mul and merge_attention on Hopper (csrc/elementwise.cu)."""
+"""rms_norm, alone and with quantization (csrc/norm.cu), rope, silu_and_mul and merge_attention (csrc/elementwise.cu)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from ctypes import c_float, c_int, c_int64, c_void_p
 
 import torch
 
-from kernels.cuda import binding
+from kernels.cuda import binding, gemm
 from kernels.errors import KernelContractError
+from kernels.layout import Activation
 
+_VECTOR, _MOST_THREADS = 8, 1024  # values a thread and pass, threads of a CTA: csrc/norm.cu
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-_RmsNormArgs = binding.struct("_RmsNormArgs", [
-    ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("out", c_void_p), ("sum", c_void_p),
-    ("x_stride", c_int64), ("dim", c_int), ("weight_fp32", c_int), ("eps", c_float),
+_NormArgs = binding.struct("_NormArgs", [
+    ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("sum", c_void_p), ("out", c_void_p),
+    ("to", gemm.QuantizedArgs), ("x_stride", c_int64), ("weight_fp32", c_int), ("eps", c_float),
 ])  # fmt: skip
 _RopeArgs = binding.struct("_RopeArgs", [
     ("x", c_void_p), ("positions", c_void_p), ("cos_sin", c_void_p), ("out", c_void_p),
@@ -35,7 +37,7 @@ def _launch(op: str, x: torch.Tensor, grid: int, args: ctypes.Structure) -> None
         raise KernelContractError(op, f"BF16 or FP32 expected, got {x.dtype}")
     if grid:
         with torch.cuda.device(x.device):
-            binding.kernel("elementwise", f"{op}_{_NAMES[x.dtype]}", x.device.index).launch(grid, 256, args)
+            binding.kernel("elementwise", f"{op}_{_NAMES[x.dtype]}", x.device.index).launch(grid, 256, args, overlap=True)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -48,20 +50,63 @@ def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.rms_norm. The sum is rounded to x's dtype before it is normalized, so both results agree."""
-    if weight.dtype not in _NAMES or not weight.is_contiguous() or weight.device != x.device:
-        raise KernelContractError("rms_norm", f"weight must be contiguous BF16 or FP32 on {x.device}")
-    if residual is not None and (residual.dtype != x.dtype or residual.device != x.device):
-        raise KernelContractError("rms_norm", f"residual must be {x.dtype} on {x.device}")
-    flat = _rows(x)
-    dense_residual = None if residual is None else residual.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    quantized = gemm.QuantizedArgs(None, None, x.shape[-1], 0)
+    return out, _norm("rms_norm", x, weight, eps, residual, out, quantized)
+
+
+def rms_norm_quantized(
+    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, keep_plain: bool
+) -> tuple[Activation, torch.Tensor]:
+    """See ops.rms_norm_quantized."""
+    if x.shape[1] % 16:
+        raise KernelContractError("rms_norm_quantized", f"the width must be a multiple of 16, got {x.shape[1]}")
+    quantized = gemm.empty_activation(x.shape[0], x.shape[1], x.device)
+    plain = torch.empty(x.shape, dtype=x.dtype, device=x.device) if keep_plain else None
+    total = _norm("rms_norm_quantized", x, weight, eps, residual, plain, gemm.quantized_args(quantized))
+    return Activation(quantized, plain, x.dtype), total
+
+
+def _norm(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None,
+    out: torch.Tensor | None,
+    to: gemm.QuantizedArgs,
+) -> torch.Tensor:
+    """Launch one norm; returns x + residual, x itself without one."""
+    if weight.dtype not in _NAMES or not weight.is_contiguous() or weight.device != x.device:
+        raise KernelContractError(op, f"weight must be contiguous BF16 or FP32 on {x.device}")
+    if residual is not None and (residual.dtype != x.dtype or residual.device != x.device):
+        raise KernelContractError(op, f"residual must be {x.dtype} on {x.device}")
+    if x.dtype not in _NAMES:
+        raise KernelContractError(op, f"BF16 or FP32 expected, got {x.dtype}")
+    width, flat = x.shape[-1], _rows(x)
+    dense = None if residual is None else residual.contiguous()
     total = x if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    args = _RmsNormArgs(
-        flat.data_ptr(), binding.pointer(dense_residual), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-        flat.stride(0), x.shape[-1], int(weight.dtype is torch.float32), eps,
+    if x.numel() == 0:
+        return total
+    args = _NormArgs(
+        flat.data_ptr(), binding.pointer(dense), weight.data_ptr(), None if residual is None else total.data_ptr(),
+        binding.pointer(out), to, flat.stride(0), int(weight.dtype is torch.float32), eps,
     )  # fmt: skip
-    _launch("rms_norm", flat, flat.shape[0], args)
-    return out, total
+    vectors = -(-width // _VECTOR)
+    aligned = (
+        all(t is None or t.data_ptr() % 16 == 0 for t in (flat, dense, weight)) and flat.stride(0) * flat.itemsize % 16 == 0
+    )
+    if width % _VECTOR or not aligned or vectors > 2 * _MOST_THREADS:
+        if to.codes:
+            raise KernelContractError(op, f"rows must be aligned to 16 bytes and at most {2 * _MOST_THREADS * _VECTOR} wide")
+        form, threads = "any", min(_MOST_THREADS, -(-width // 32) * 32)
+    else:
+        form, per_pass = ("vectors_1", vectors) if vectors <= _MOST_THREADS else ("vectors_2", -(-vectors // 2))
+        threads = -(-per_pass // 32) * 32
+    with torch.cuda.device(x.device):
+        kernel = binding.kernel("norm", f"norm_{form}_{_NAMES[x.dtype]}", x.device.index)
+        kernel.launch(flat.shape[0], threads, args, overlap=True)
+    return total
 
 
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ run of weight blocks (csrc/gemm/stream.cuh), which also serves the experts. BF16
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -18,16 +18,15 @@ from torch.nn.functional import ScalingType
 
 from kernels.cuda import binding
 from kernels.errors import KernelContractError
-from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Weight
+from kernels.layout import FP8, WEIGHT_BLOCK, Activation, BlockScaledWeight, QuantizedActivation, Rows, Weight, plain_rows
 
 TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
 ROWS_MAX_TOKENS = 64  # of the kernel without a split over K: one token tile
 # Slices this narrow re-read X too often to pay at few tokens (measured at 16 x 16: 10.3 us against 9.4).
 _NARROW_SLICE, _FEW_TOKENS = 16, 16
 _NARROW = 4096  # up to this N torch's product, which does not split K either, leaves SMs idle at 65 .. 128 tokens
-_STREAM_THREADS, _THREADS, _NORM_THREADS = 288, 256, 512
+_STREAM_THREADS, _THREADS = 288, 256
 _BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu and experts.cu
-_MAX_NORM_WIDTH = 16384
 _LEAST_UNITS = 2  # 32 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
 
 
@@ -48,13 +47,6 @@ class ProductArgs(ctypes.Structure):
 
 class _QuantizeArgs(ctypes.Structure):
     _fields_ = (("x", c_void_p), ("to", QuantizedArgs), ("x_stride", c_int64))
-
-
-class _NormArgs(ctypes.Structure):
-    _fields_ = (
-        ("x", c_void_p), ("residual", c_void_p), ("weight", c_void_p), ("sum", c_void_p), ("normalized", c_void_p),
-        ("to", QuantizedArgs), ("eps", c_float), ("_pad", c_int),
-    )  # fmt: skip
 
 
 class _StreamArgs(ctypes.Structure):
@@ -119,43 +111,6 @@ def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
     return q
 
 
-@dataclass(frozen=True)
-class NormQuantized:
-    """quantized: of the normalized rows; residual: x + residual (x itself without one); normalized: BF16 if asked for."""
-
-    quantized: QuantizedActivation
-    residual: torch.Tensor
-    normalized: torch.Tensor | None
-
-
-def rms_norm_quantized(
-    x: torch.Tensor, weight: torch.Tensor, *, eps: float, residual: torch.Tensor | None = None, keep_normalized: bool = False
-) -> NormQuantized:
-    """`ops.rms_norm` of BF16 [T, D], rounded to BF16, then quantized like `quantize_1x128`, in one pass.
-
-    keep_normalized: also return the BF16 result, for a consumer that is not quantized (a router).
-    """
-    op = "rms_norm_quantized"
-    rows, width = x.shape
-    for name, t in {"x": x, "weight": weight, "residual": residual}.items():
-        if t is not None and (t.dtype is not torch.bfloat16 or not t.is_contiguous() or t.data_ptr() % 16):
-            raise KernelContractError(op, f"{name} must be contiguous BF16, aligned to 16 bytes")
-    if weight.shape != (width,) or (residual is not None and residual.shape != x.shape):
-        raise KernelContractError(op, f"weight must be [{width}] and residual {tuple(x.shape)}")
-    if width % 16 or width > _MAX_NORM_WIDTH:
-        raise KernelContractError(op, f"the width must be a multiple of 16 up to {_MAX_NORM_WIDTH}, got {width}")
-    q = empty_activation(rows, width, x.device)
-    total = x if residual is None else torch.empty_like(x)
-    normalized = torch.empty_like(x) if keep_normalized else None
-    if rows:
-        args = _NormArgs(
-            x.data_ptr(), binding.pointer(residual), weight.data_ptr(), None if residual is None else total.data_ptr(),
-            binding.pointer(normalized), quantized_args(q), eps,
-        )  # fmt: skip
-        _launch("quantize", "rms_norm_quantize", x.device, rows, _NORM_THREADS, args, overlap=True)
-    return NormQuantized(q, total, normalized)
-
-
 def empty_activation(rows: int, width: int, device: torch.device) -> QuantizedActivation:
     """Room for `rows` rows. Scales lie token-adjacent: the layout of the tensor maps and of torch's scaled product."""
     padded = -(-rows // 4) * 4
@@ -187,10 +142,12 @@ def _require_rows(op: str, x: torch.Tensor) -> None:
 # ---- products ---------------------------------------------------------------------------------------------------
 
 
-def linear(x: torch.Tensor, weight: Weight) -> torch.Tensor:
+def linear(x: Rows, weight: Weight) -> torch.Tensor:
     """See ops.linear."""
     if not isinstance(weight, BlockScaledWeight):
-        return F.linear(x, weight)
+        return F.linear(plain_rows(x), weight)
+    if isinstance(x, Activation):
+        return linear_quantized(x.quantized, weight, x.dtype)
     n, k = weight.data.shape
     rows = x.reshape(-1, k)
     if rows.data_ptr() % 16 or rows.stride(-1) != 1 or rows.stride(0) * rows.itemsize % 16:

@@ -42,7 +42,7 @@ def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device,
         return
     with torch.cuda.device(device):
         kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}", device.index)
-        kernel.launch(-(-rows // WARPS), 32 * WARPS, args)
+        kernel.launch(-(-rows // WARPS), 32 * WARPS, args, overlap=True)
 
 
 def _require(condition: bool, op: str, message: str) -> None:

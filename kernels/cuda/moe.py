@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int, c_void_p
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,27 +17,35 @@ import torch.nn.functional as F
 from kernels.cuda import binding, gemm
 from kernels.cuda.elementwise import silu_and_mul
 from kernels.errors import KernelContractError
-from kernels.layout import BlockScaledWeight, QuantizedActivation, Weight
+from kernels.layout import BlockScaledWeight, QuantizedActivation, Routing, Rows, Weight
 
 MAX_EXPERTS = 512  # local experts; MAX_EXPERTS of csrc/gemm/schedule.cuh
 MAX_PAIRS = 32768  # token and expert pairs of one pass: bounds the workspace at about 1 GB for DeepSeek-V3
 _MAX_ROUTED = 1024  # experts a router may choose from
 _ROW_ALIGNMENT = 4  # an expert's first row: TMA takes scales from 16-byte boundaries only
 _SORT_THREADS, _ROUTE_WARPS, _THREADS = 1024, 4, 256
+# Of csrc/moe/router.cu; more tokens are worth a kernel that reads the router once.
+_ROUTER_PARTS, _ROUTER_EXPERTS, _ROUTER_TOKENS, _ROUTER_CHUNK, _ROUTER_MOST_TOKENS = 4, 8, 16, 32, 128
 
 
 class _RouteArgs(ctypes.Structure):
     _fields_ = (
         ("logits", c_void_p), ("bias", c_void_p), ("live", c_void_p), ("weights", c_void_p), ("ids", c_void_p),
         ("tokens", c_int), ("experts", c_int), ("top_k", c_int), ("groups", c_int), ("top_groups", c_int),
-        ("sigmoid", c_int), ("normalize", c_int), ("scaling_factor", c_float),
+        ("sigmoid", c_int), ("normalize", c_int), ("scaling_factor", c_float), ("parts", c_int), ("row_stride", c_int),
+    )  # fmt: skip
+
+
+class _RouterArgs(ctypes.Structure):
+    _fields_ = (
+        ("x", c_void_p), ("w", c_void_p), ("parts", c_void_p), ("tokens", c_int), ("experts", c_int), ("width", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
 class _SortArgs(ctypes.Structure):
     _fields_ = (
         ("ids", c_void_p), ("groups", c_void_p), ("places", c_void_p), ("row_experts", c_void_p),
-        ("pairs", c_int), ("first_expert", c_int), ("experts", c_int), ("token_tile", c_int),
+        ("pairs", c_int), ("first_expert", c_int), ("experts", c_int), ("token_tile", c_int), ("top_k", c_int), ("ids_stride", c_int),
     )  # fmt: skip
 
 
@@ -56,7 +65,7 @@ class _GateArgs(ctypes.Structure):
 class _CombineArgs(ctypes.Structure):
     _fields_ = (
         ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("places", c_void_p),
-        ("weights", c_void_p), ("out", c_void_p), ("experts", c_int), ("top_k", c_int),
+        ("weights", c_void_p), ("out", c_void_p), ("experts", c_int), ("top_k", c_int), ("weights_stride", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -70,30 +79,78 @@ def route(
     top_groups: int,
     normalize: bool,
     scaling_factor: float,
-    live: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.route. live: bool [T] or None; rows that are not live (padding) get ids -1 and weights 0."""
-    tokens, experts = logits.shape
-    if experts > _MAX_ROUTED or top_k > 32 or num_groups > 32:
+    """See ops.route."""
+    kind = _Kind(scoring, top_k, num_groups, top_groups, normalize, scaling_factor)
+    routing = _route(logits.contiguous().unsqueeze(0), bias, None, kind)
+    return routing.weights, routing.ids
+
+
+def choose_experts(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    bias: torch.Tensor | None,
+    live: torch.Tensor | None = None,
+    *,
+    scoring: str,
+    top_k: int,
+    num_groups: int,
+    top_groups: int,
+    normalize: bool,
+    scaling_factor: float,
+) -> Routing:
+    """See ops.choose_experts."""
+    kind = _Kind(scoring, top_k, num_groups, top_groups, normalize, scaling_factor)
+    return _route(_router_parts(x, router), bias, live, kind)
+
+
+class _Kind(NamedTuple):
+    """How a family's router chooses; see ops.route."""
+
+    scoring: str
+    top_k: int
+    num_groups: int
+    top_groups: int
+    normalize: bool
+    scaling_factor: float
+
+
+def _router_parts(x: torch.Tensor, router: torch.Tensor) -> torch.Tensor:
+    """FP32 [parts, T, E], whose sum over the parts is ops.router_logits."""
+    tokens, (experts, width) = x.shape[0], router.shape
+    dense_bf16 = x.dtype is router.dtype is torch.bfloat16 and x.is_contiguous() and router.is_contiguous()
+    if not dense_bf16 or experts % _ROUTER_EXPERTS or width % _ROUTER_CHUNK or not 0 < tokens <= _ROUTER_MOST_TOKENS:
+        return gemm.router_logits(x, router).unsqueeze(0)
+    parts = torch.empty(_ROUTER_PARTS, tokens, experts, device=x.device)
+    args = _RouterArgs(x.data_ptr(), router.data_ptr(), parts.data_ptr(), tokens, experts, width)
+    grid = experts // _ROUTER_EXPERTS * _ROUTER_PARTS * -(-tokens // _ROUTER_TOKENS)
+    _launch("router", "router_parts", x.device, grid, _THREADS, args, overlap=True)
+    return parts
+
+
+def _route(parts: torch.Tensor, bias: torch.Tensor | None, live: torch.Tensor | None, kind: _Kind) -> Routing:
+    """parts: contiguous FP32 [parts, T, E]."""
+    count, tokens, experts = parts.shape
+    if experts > _MAX_ROUTED or kind.top_k > 32 or kind.num_groups > 32:
         raise KernelContractError(
-            "route", f"at most {_MAX_ROUTED} experts, 32 choices and 32 groups, got {experts}, {top_k} and {num_groups}"
+            "route",
+            f"at most {_MAX_ROUTED} experts, 32 choices and 32 groups, got {experts}, {kind.top_k} and {kind.num_groups}",
         )
     if bias is not None and (bias.dtype is not torch.float32 or not bias.is_contiguous()):
         raise KernelContractError("route", f"bias must be contiguous FP32, got {bias.dtype}")
-    if live is not None and (live.dtype is not torch.bool or live.shape != (tokens,) or not live.is_contiguous()):
-        raise KernelContractError("route", f"live must be contiguous bool [{tokens}]")
-    logits = logits.contiguous()
-    weights = torch.empty(tokens, top_k, device=logits.device)
-    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    if live is not None and not live.is_contiguous():
+        raise KernelContractError("route", "live must be contiguous")
+    routing = Routing(torch.empty(tokens, 2 * kind.top_k, dtype=torch.int32, device=parts.device))
     if tokens == 0:
-        return weights, ids
+        return routing
     args = _RouteArgs(
-        logits.data_ptr(), binding.pointer(bias), binding.pointer(live), weights.data_ptr(), ids.data_ptr(),
-        tokens, experts, top_k, num_groups, top_groups, int(scoring == "sigmoid"), int(normalize), scaling_factor,
+        parts.data_ptr(), binding.pointer(bias), binding.pointer(live), routing.weights.data_ptr(), routing.ids.data_ptr(),
+        tokens, experts, kind.top_k, kind.num_groups, kind.top_groups, int(kind.scoring == "sigmoid"), int(kind.normalize),
+        kind.scaling_factor, count, routing.packed.stride(0),
     )  # fmt: skip
     size = next(s for s in (256, 512, 1024) if s >= experts)
-    _launch("route", f"route_{size}", logits.device, -(-tokens // _ROUTE_WARPS), 32 * _ROUTE_WARPS, args, overlap=True)
-    return weights, ids
+    _launch("route", f"route_{size}", parts.device, -(-tokens // _ROUTE_WARPS), 32 * _ROUTE_WARPS, args, overlap=True)
+    return routing
 
 
 def grouped_mlp(
@@ -120,7 +177,9 @@ def grouped_mlp(
         )
     for weight in (gate_up, down):
         gemm.load_products(_kind(_parts(weight)[1]), x.device.index)
-    x, ids, weights = x.contiguous(), ids.contiguous(), weights.float().contiguous()
+    x, weights = x.contiguous(), weights.float()
+    if ids.stride(1) != 1 or weights.stride(1) != 1:
+        raise KernelContractError(op, "the choices of a row must be dense")
     out = torch.empty_like(x)
     step = max(1, MAX_PAIRS // top_k)
     for i in range(0, tokens, step):
@@ -129,11 +188,12 @@ def grouped_mlp(
     return out
 
 
-def gated_mlp(x: torch.Tensor, gate_up: Weight, down: Weight) -> torch.Tensor:
+def gated_mlp(x: Rows, gate_up: Weight, down: Weight) -> torch.Tensor:
     """See ops.gated_mlp. Rows for a block-scaled down product are quantized in the activation's own kernel."""
-    if isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight) and x.dtype is torch.bfloat16:
-        return gemm.linear_quantized(gemm.silu_and_mul_quantized(gemm.linear(x, gate_up)), down, x.dtype)
-    return gemm.linear(silu_and_mul(gemm.linear(x, gate_up)), down)
+    both = gemm.linear(x, gate_up)
+    if isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight) and both.dtype is torch.bfloat16:
+        return gemm.linear_quantized(gemm.silu_and_mul_quantized(both), down, both.dtype)
+    return gemm.linear(silu_and_mul(both), down)
 
 
 def _one_pass(
@@ -159,7 +219,16 @@ def _one_pass(
     places = torch.empty(pairs, dtype=torch.int32, device=device)
     row_experts = torch.empty(capacity, dtype=torch.int32, device=device)
     sort = _SortArgs(
-        ids.data_ptr(), groups.data_ptr(), places.data_ptr(), row_experts.data_ptr(), pairs, first_expert, experts, token_tile
+        ids.data_ptr(),
+        groups.data_ptr(),
+        places.data_ptr(),
+        row_experts.data_ptr(),
+        pairs,
+        first_expert,
+        experts,
+        token_tile,
+        top_k,
+        ids.stride(0),
     )
     _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort, overlap=True)
 
@@ -184,6 +253,7 @@ def _one_pass(
         out.data_ptr(),
         experts,
         top_k,
+        weights.stride(0),
     )
     _launch("moe", "combine_experts", device, gemm.column_grid(tokens, hidden), _THREADS, combine, overlap=True)
 

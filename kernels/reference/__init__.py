@@ -13,6 +13,8 @@ from kernels.reference import attention, elementwise, latent, linear, mla_decode
 
 OPS: dict[str, Callable[..., Any]] = {
     "quantize_q": latent.quantize_q,
+    "absorb_query": latent.absorb_query,
+    "project_values": latent.project_values,
     "append_kv": latent.append_kv,
     "fetch_dequant": latent.fetch_dequant,
     "plan_decode": mla_decode.plan_decode,
@@ -20,11 +22,13 @@ OPS: dict[str, Callable[..., Any]] = {
     "prefill_attention": attention.prefill_attention,
     "merge_attention": attention.merge_attention,
     "rms_norm": elementwise.rms_norm,
+    "rms_norm_quantized": linear.rms_norm_quantized,
     "rope": elementwise.rope,
     "silu_and_mul": elementwise.silu_and_mul,
     "linear": linear.linear,
     "gated_mlp": linear.gated_mlp,
     "router_logits": linear.router_logits,
     "route": moe.route,
+    "choose_experts": moe.choose_experts,
     "grouped_mlp": moe.grouped_mlp,
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.layout import AMAX_FLOOR, BLOCK_SIZE, FP8, FP8_MAX, CacheFormat, LatentCache, LatentQuery
+from kernels.layout import AMAX_FLOOR, BLOCK_SIZE, FP8, FP8_MAX, Activation, CacheFormat, LatentCache, LatentQuery, Rows
 from kernels.reference.elementwise import normalize, rotate
+from kernels.reference.linear import quantize_activation
 
 # An E4M3 code shifted into a half-precision number keeps its sign, exponent and mantissa; only the exponent bias differs,
 # by 15 - 7 = 8. The reinterpretation is a dozen times faster than torch's conversion on a CPU.
@@ -32,6 +33,19 @@ def quantize_q(
         return LatentQuery(q_content.to(fmt.content_dtype), rope.to(fmt.rope_dtype), None)
     content, scale = quantize_rows(q_content.float())
     return LatentQuery(content, (rope / scale.unsqueeze(-1)).to(fmt.rope_dtype), scale)
+
+
+def absorb_query(
+    q: torch.Tensor, w_uk: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, fmt: CacheFormat
+) -> LatentQuery:
+    nope = w_uk.shape[1]
+    content = torch.bmm(q[..., :nope].transpose(0, 1).to(w_uk.dtype), w_uk).transpose(0, 1).to(q.dtype)
+    return quantize_q(content, q[..., nope:], positions, cos_sin, fmt=fmt)
+
+
+def project_values(out: torch.Tensor, w_uv: torch.Tensor, *, quantize: bool) -> Rows:
+    rows = torch.bmm(out.transpose(0, 1).to(w_uv.dtype), w_uv).transpose(0, 1).flatten(1).to(out.dtype)
+    return Activation(quantize_activation(rows), None, rows.dtype) if quantize else rows
 
 
 def append_kv(

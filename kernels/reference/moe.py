@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from kernels.layout import BlockScaledWeight, Weight
+from kernels.layout import BlockScaledWeight, Routing, Weight
 from kernels.reference.elementwise import silu_and_mul
-from kernels.reference.linear import linear
+from kernels.reference.linear import linear, router_logits
 
 
 def route(
@@ -36,6 +38,16 @@ def route(
     if normalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
     return weights * scaling_factor, ids.int()
+
+
+def choose_experts(
+    x: torch.Tensor, router: torch.Tensor, bias: torch.Tensor | None, live: torch.Tensor | None = None, **kind: Any
+) -> Routing:
+    weights, ids = route(router_logits(x, router), bias, **kind)
+    if live is not None:
+        dead = ~live.unsqueeze(1)
+        weights, ids = weights.masked_fill(dead, 0.0), ids.masked_fill(dead, -1)
+    return Routing.of(weights, ids)
 
 
 def grouped_mlp(

@@ -11,15 +11,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from kernels.layout import Routing
 from models.parallel import ParallelContext, SimulatedContext
 
 
 @dataclass(frozen=True)
 class ExpertDispatch:
-    """The two halves of the exchange around the experts of one MoE layer. num_experts: with weights, on all ranks."""
+    """The two halves of the exchange around the experts of one MoE layer.
+
+    num_experts: with weights, on all ranks; num_choices: zero-computation experts included
+    """
 
     parallel: ParallelContext
     num_experts: int
+    num_choices: int
 
     def own_rows(self, x: torch.Tensor, agreed_rows: int) -> torch.Tensor:
         """This rank's share [ceil(rows / tp), ...] of the replica's rows, zero-padded to the agreed row count.
@@ -44,17 +49,15 @@ class ExpertDispatch:
             row_mask = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
         return self.own_rows(row_mask, agreed_rows)
 
-    def gather(
-        self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Rows, router weights (FP32) and expert ids (int32) of all ranks; the last two share one collective."""
-        if self.parallel.world_size == 1:
-            return x, weights, ids
-        routing = self.parallel.ep_all_gather(torch.cat((weights.view(torch.int32), ids), dim=1))
-        all_weights, all_ids = routing.chunk(2, dim=1)
-        if isinstance(self.parallel, SimulatedContext):
-            all_ids = self.parallel.turned(all_ids, self.num_experts)
-        return self.parallel.ep_all_gather(x), all_weights.contiguous().view(torch.float32), all_ids.contiguous()
+    def gather(self, x: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rows, router weights and expert ids of all ranks; the last two share one collective."""
+        parallel = self.parallel
+        if isinstance(parallel, SimulatedContext):
+            ids = parallel.turned(routing.ids, self.num_experts, self.num_choices)
+            return parallel.ep_all_gather(x), parallel.ep_all_gather(routing.weights), ids
+        if parallel.world_size > 1:
+            x, routing = parallel.ep_all_gather(x), Routing(parallel.ep_all_gather(routing.packed))
+        return x, routing.weights, routing.ids
 
     def scatter(self, y: torch.Tensor) -> torch.Tensor:
         """Sum the ranks' contributions; this rank gets those of its own rows."""

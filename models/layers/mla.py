@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ops
-from kernels.layout import LatentCache
+from kernels.layout import BlockScaledWeight, LatentCache, Rows, plain_rows
 from kernels.reference.linear import product_dtype
 from models.batch import ForwardBatch, PrefillMetadata
 from models.config import ModelConfig
-from models.layers.norm import RMSNorm
+from models.layers.norm import InputNorm, RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Part, Weights
 
@@ -44,8 +44,9 @@ class MLA:
         else:
             q_width = config.q_lora_rank
             self.input_proj = weights.matrix(Part.whole("q_a_proj", q_width, hidden), kv_a)
-            self.q_norm = RMSNorm(weights.norm("q_a_layernorm", q_width, config.q_norm_factor), self.eps)
+            q_norm = RMSNorm(weights.norm("q_a_layernorm", q_width, config.q_norm_factor), self.eps)
             self.q_b = weights.matrix(Part.of_rows("q_b_proj", q_rows, q_width, *share))
+            self.q_norm = InputNorm(q_norm, self.q_b)
         self.widths = [q_width, self.latent_dim, self.rope_dim]
         self.latent_norm = weights.norm("kv_a_layernorm", self.latent_dim, config.latent_norm_factor)
         kv_rows = config.num_heads * (self.nope + self.v_dim)
@@ -56,46 +57,43 @@ class MLA:
         self.w_uv = per_head[:, self.nope :].transpose(1, 2)  # [H, C, v]
         self.o_proj = weights.matrix(Part.of_cols("o_proj", hidden, config.num_heads * self.v_dim, *share))
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(self, x: Rows, batch: ForwardBatch) -> torch.Tensor:
         """[T, D] -> [T, D]; writes this step's keys into the layer's cache."""
         meta, cache = batch.attention, batch.caches[self.cache_index]
         q, latent, k_rope = ops.linear(x, self.input_proj).split(self.widths, dim=-1)
         if self.q_norm is not None and self.q_b is not None:
             q = ops.linear(self.q_norm(q), self.q_b)
         q = q.unflatten(-1, (self.heads, -1))
-        rows, decode_rows = x.shape[0], meta.num_decode_tokens
+        rows, decode_rows = latent.shape[0], meta.num_decode_tokens
         kept = ops.append_kv(
             cache, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, meta.slots,
             eps=self.eps, keep=rows - decode_rows,
         )  # fmt: skip
         if batch.probe is not None:
             batch.probe.append(self.cache_index, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, self.eps)
-        parts = []
-        if decode_rows:
-            parts.append(self._absorbed(q[:decode_rows], batch, cache))
+        out: Rows = self._absorbed(q[:decode_rows], batch, cache) if decode_rows else q.new_empty(0, self.heads * self.v_dim)
         if meta.prefill is not None:
-            parts.append(self._expanded(q[decode_rows:], batch.positions[decode_rows:], *kept, meta.prefill, cache))
-        out = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else x.new_empty(0, self.heads * self.v_dim)
+            expanded = self._expanded(q[decode_rows:], batch.positions[decode_rows:], *kept, meta.prefill, cache)
+            out = torch.cat((plain_rows(out), expanded)) if decode_rows else expanded
         return self.parallel.tp_all_reduce(ops.linear(out, self.o_proj))
 
-    def _absorbed(self, q: torch.Tensor, batch: ForwardBatch, cache: LatentCache) -> torch.Tensor:
+    def _absorbed(self, q: torch.Tensor, batch: ForwardBatch, cache: LatentCache) -> Rows:
         """Decode rows [T, H, nope + R] against the paged cache, in latent space (Eq. 5) -> [T, H * v]."""
         meta = batch.attention
         assert meta.decode_plan is not None, "decode rows come with a plan"
-        content = torch.bmm(q[..., : self.nope].transpose(0, 1).to(self.w_uk.dtype), self.w_uk).transpose(0, 1).to(q.dtype)
-        query = ops.quantize_q(
-            content, q[..., self.nope :], batch.positions[: q.shape[0]], self.cos_sin, fmt=cache.format
-        ).unflatten(meta.num_decode_seqs, meta.query_len)  # fmt: skip
+        query = ops.absorb_query(q, self.w_uk, batch.positions[: q.shape[0]], self.cos_sin, fmt=cache.format)
+        query = query.unflatten(meta.num_decode_seqs, meta.query_len)
         out, _ = ops.mla_decode(
             query, cache, meta.block_table, meta.seq_lens, meta.num_query,
             softmax_scale=self.softmax_scale, causal=True, plan=meta.decode_plan, out_dtype=q.dtype,
         )  # fmt: skip
-        if batch.probe is not None:
+        if batch.probe is not None and batch.probe.comparing:
+            content = torch.bmm(q[..., : self.nope].transpose(0, 1).to(self.w_uk.dtype), self.w_uk).transpose(0, 1).to(q.dtype)
             batch.probe.compare(
                 self.cache_index, content, q[..., self.nope :], batch.positions, self.cos_sin, meta, out, self.softmax_scale
             )
-        out = torch.bmm(out.flatten(0, 1).transpose(0, 1).to(self.w_uv.dtype), self.w_uv)
-        return out.transpose(0, 1).flatten(1).to(q.dtype)
+        only = meta.prefill is None  # else these rows are joined with the prefill's before o_proj
+        return ops.project_values(out.flatten(0, 1), self.w_uv, quantize=only and isinstance(self.o_proj, BlockScaledWeight))
 
     def _expanded(
         self,

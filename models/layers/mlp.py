@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from kernels import ops
+from kernels.layout import Rows
+from models.layers.norm import InputNorm, RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Part, Weights
 
@@ -18,6 +20,10 @@ class MLP:
         self.down = weights.matrix(Part.of_cols("down_proj", hidden, inter, *share))
         self.parallel = parallel
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def input_norm(self, norm: RMSNorm) -> InputNorm:
+        """`norm` as it makes this layer's rows."""
+        return InputNorm(norm, self.gate_up)
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         """[T, D] -> [T, D]."""
         return self.parallel.tp_all_reduce(ops.gated_mlp(x, self.gate_up, self.down))

@@ -15,7 +15,7 @@ from engine.capacity import weight_bytes
 from engine.config import EngineConfig, ParallelConfig
 from engine.errors import ConfigError
 from kernels import ops
-from kernels.layout import CacheFormat
+from kernels.layout import CacheFormat, Routing
 from models.causal_lm import load_model
 from models.config import ModelConfig, load_model_config
 from models.layers.expert_dispatch import ExpertDispatch
@@ -110,8 +110,8 @@ def test_twins_choices_are_spread_over_the_same_experts() -> None:
     parallel = ParallelContext.simulated(4, 2)
     ids = torch.randint(0, 40, (9, 6), dtype=torch.int32)  # 32 experts with weights, 8 without
     ids[3] = -1
-    dispatch = ExpertDispatch(parallel, num_experts=32)
-    rows, weights, gathered = dispatch.gather(torch.randn(9, 5), torch.rand(9, 6), ids)
+    dispatch = ExpertDispatch(parallel, num_experts=32, num_choices=40)
+    rows, weights, gathered = dispatch.gather(torch.randn(9, 5), Routing.of(torch.rand(9, 6), ids))
     assert rows.shape == (72, 5) and weights.shape == gathered.shape == (72, 6) and gathered.dtype is torch.int32
     own = ids[(ids >= 0) & (ids < 32)]
     assert Counter(gathered[(gathered >= 0) & (gathered < 4)].tolist()) == Counter((own % 4).tolist())

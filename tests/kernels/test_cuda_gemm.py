@@ -83,20 +83,6 @@ def test_fused_activation_equals_its_two_steps(m: int, i: int) -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize(("m", "d"), [(1, 1536), (17, 7168), (3, 16384), (65, 144)])
-def test_fused_norm_equals_its_two_steps(m: int, d: int, with_residual: bool) -> None:
-    x, weight = torch.randn(m, d, device="cuda").bfloat16(), torch.rand(d, device="cuda").add(0.5).bfloat16()
-    residual = torch.randn(m, d, device="cuda").mul(4).bfloat16() if with_residual else None
-    poison_free_memory()
-    got = gemm.rms_norm_quantized(x, weight, eps=1e-6, residual=residual, keep_normalized=True)
-    normalized, total = elementwise.rms_norm(x, weight, eps=1e-6, residual=residual)
-    assert torch.equal(got.residual, total)
-    assert worst_row_error(got.normalized, normalized.double()) < 1e-3
-    assert torch.equal(got.quantized.dequantize().cpu(), quantize_activations(got.normalized.cpu()))
-
-
-@pytest.mark.hopper
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("m", ROWS)
 def test_block_scaled_product_matches_float64(m: int, n: int, k: int) -> None:

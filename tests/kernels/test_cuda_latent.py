@@ -9,8 +9,10 @@ import torch
 
 from kernels import ops
 from kernels.errors import KernelContractError
-from kernels.layout import AMAX_FLOOR, FP8_MAX, CacheFormat, LatentCache
+from kernels.layout import AMAX_FLOOR, FP8_MAX, Activation, CacheFormat, LatentCache
+from kernels.reference.linear import quantize_activations
 from tests.kernels import cases
+from tests.kernels.poison import poison_free_memory
 
 pytestmark = pytest.mark.hopper
 FORMATS = pytest.mark.parametrize("fmt", list(CacheFormat))
@@ -174,3 +176,81 @@ def test_bad_arguments_are_named() -> None:
             ops.append_kv(cache, *args, eps=1e-6)
     with pytest.raises(KernelContractError, match="512"):
         ops.quantize_q(x.view(2, 2, 256), r.view(2, 2, 32), p, table(dim=32).cuda(), fmt=CacheFormat.FP8)
+
+
+# ---- products with the halves of kv_b -----------------------------------------------------------------------------------
+
+
+def halves_of_kv_b(heads: int, nope: int = 128, values: int = 128, latent: int = 512) -> tuple[torch.Tensor, torch.Tensor]:
+    """W_UK [H, nope, C] and W_UV [H, C, v] as views of one matrix, on the device."""
+    kv_b = (torch.randn(heads, nope + values, latent, device="cuda") / latent**0.5).bfloat16()
+    return kv_b[:, :nope], kv_b[:, nope:].transpose(1, 2)
+
+
+@pytest.mark.parametrize("fmt", [CacheFormat.FP8, CacheFormat.BF16])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 128), (16, 128), (64, 16), (65, 7), (200, 3)])
+def test_absorbed_query_is_its_two_steps(fmt: CacheFormat, tokens: int, heads: int) -> None:
+    """Several tiles of 64 a CTA and a tile's end among them; q is a slice of more rows."""
+    w_uk, _ = halves_of_kv_b(heads)
+    angles, positions = table().cuda(), torch.randint(0, 90, (tokens,), device="cuda")
+    q = torch.randn(tokens + 3, heads, 192, device="cuda").bfloat16()[:tokens]
+    q[0, 0, :128] = 0  # the floor
+    content = torch.bmm(q[..., :128].transpose(0, 1).double(), w_uk.double()).transpose(0, 1)
+    poison_free_memory()
+    got = ops.absorb_query(q, w_uk, positions, angles, fmt=fmt)
+    steps = ops.quantize_q(content.bfloat16(), q[..., 128:], positions, angles, fmt=fmt)
+    if fmt is CacheFormat.FP8:
+        assert got.scale is not None and steps.scale is not None
+        real = got.content.double() * got.scale.unsqueeze(-1)
+        torch.testing.assert_close(got.scale, steps.scale, rtol=0.01, atol=0)  # BF16 rounding of sums in another order
+        torch.testing.assert_close(
+            got.rope * got.scale.unsqueeze(-1), steps.rope * steps.scale.unsqueeze(-1), rtol=0.02, atol=1e-3
+        )
+        same = (got.content.view(torch.uint8) == steps.content.view(torch.uint8)).float().mean()
+        assert float(same) > 0.97
+        tolerance = 0.04
+    else:
+        real, tolerance = got.content.double(), 3e-3
+        torch.testing.assert_close(got.rope, steps.rope, rtol=0, atol=0)
+    assert float((real - content).norm() / content.norm()) < tolerance
+    assert not real.isnan().any() and not got.rope.isnan().any()
+
+
+@pytest.mark.parametrize("quantize", [True, False])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 128), (16, 128), (33, 16), (64, 16), (65, 7), (200, 3)])
+def test_projected_values_are_their_two_steps(quantize: bool, tokens: int, heads: int) -> None:
+    _, w_uv = halves_of_kv_b(heads)
+    out = torch.randn(tokens, heads, 512, device="cuda").bfloat16()
+    out[0, 0] = 0  # the floor
+    want = torch.bmm(out.transpose(0, 1).double(), w_uv.double()).transpose(0, 1).flatten(1)
+    poison_free_memory()
+    rows = ops.project_values(out, w_uv, quantize=quantize)
+    if quantize:
+        assert isinstance(rows, Activation) and rows.plain is None and rows.dtype is torch.bfloat16
+        steps = quantize_activations(want.bfloat16().cpu()).double().cuda()
+        got = rows.quantized.dequantize().double()
+        assert float((got - steps).norm() / steps.norm()) < 0.02  # a BF16 step of the sum moves few codes
+        assert float((got - want).norm() / want.norm()) < 0.04
+    else:
+        assert float((rows.double() - want).norm() / want.norm()) < 3e-3
+
+
+def test_other_widths_and_dtypes_take_the_separate_steps() -> None:
+    """Heads of 64 dims, and FP32, as small models have them; no rows at all."""
+    angles, positions = table().cuda(), torch.randint(0, 90, (9,), device="cuda")
+    for dtype, nope in ((torch.float32, 128), (torch.bfloat16, 64)):
+        w_uk, w_uv = (w.to(dtype) for w in halves_of_kv_b(5, nope, nope))
+        q, out = torch.randn(9, 5, nope + 64, device="cuda").to(dtype), torch.randn(9, 5, 512, device="cuda").to(dtype)
+        got = ops.absorb_query(q, w_uk, positions, angles, fmt=CacheFormat.FP8)
+        content = torch.bmm(q[..., :nope].transpose(0, 1), w_uk).transpose(0, 1)
+        steps = ops.quantize_q(content, q[..., nope:], positions, angles, fmt=CacheFormat.FP8)
+        assert torch.equal(got.content.view(torch.uint8), steps.content.view(torch.uint8)) and torch.equal(got.rope, steps.rope)
+        rows = ops.project_values(out, w_uv, quantize=False)
+        assert torch.equal(rows, torch.bmm(out.transpose(0, 1), w_uv).transpose(0, 1).flatten(1))
+    w_uk, w_uv = halves_of_kv_b(5)
+    none = ops.absorb_query(torch.randn(0, 5, 192, device="cuda").bfloat16(), w_uk, positions[:0], angles, fmt=CacheFormat.FP8)
+    assert none.content.shape == (0, 5, 512)
+    assert ops.project_values(torch.randn(0, 5, 512, device="cuda").bfloat16(), w_uv, quantize=True).quantized.data.shape == (
+        0,
+        640,
+    )

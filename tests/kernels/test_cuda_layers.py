@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.reference.linear import quantize_activations
 from tests.kernels.cases import relative_error
+from tests.kernels.poison import poison_free_memory
 
 pytestmark = pytest.mark.hopper
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -30,6 +32,28 @@ def test_rms_norm(dtype: torch.dtype, dim: int, with_residual: bool) -> None:
     close(got[0], want[0]), close(got[1], want[1])
     wide = torch.randn(14, dim + 8).to(dtype)  # a slice of a wider projection
     close(ops.rms_norm(wide.cuda()[:, :dim], weight.cuda(), eps=1e-6)[0], ops.rms_norm(wide[:, :dim], weight, eps=1e-6)[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("fp32_weight", [False, True])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 1536), (17, 7168), (3, 16384), (65, 144), (0, 256)])
+def test_norm_with_quantization_equals_its_two_steps(
+    dtype: torch.dtype, with_residual: bool, fp32_weight: bool, rows: int, dim: int
+) -> None:
+    x, weight = torch.randn(rows, dim, device="cuda").to(dtype), torch.rand(dim, device="cuda").add(0.5)
+    weight = weight if fp32_weight else weight.bfloat16()
+    residual = torch.randn(rows, dim, device="cuda").mul(4).to(dtype) if with_residual else None
+    poison_free_memory()
+    got, total = ops.rms_norm_quantized(x, weight, eps=1e-6, residual=residual, keep_plain=True)
+    normalized, want_total = ops.rms_norm(x, weight, eps=1e-6, residual=residual)
+    assert torch.equal(total, want_total) and torch.equal(got.plain, normalized)
+    assert torch.equal(got.quantized.dequantize().cpu(), quantize_activations(normalized.cpu()))
+    alone, _ = ops.rms_norm_quantized(x, weight, eps=1e-6, residual=residual, keep_plain=False)
+    assert alone.plain is None and torch.equal(alone.quantized.data.view(torch.uint8), got.quantized.data.view(torch.uint8))
+    wide = torch.randn(rows, dim + 64, device="cuda").to(dtype)  # a slice of a wider projection
+    sliced, _ = ops.rms_norm_quantized(wide[:, :dim], weight, eps=1e-6, keep_plain=True)
+    assert torch.equal(sliced.plain, ops.rms_norm(wide[:, :dim].contiguous(), weight, eps=1e-6)[0])
 
 
 @DTYPES

@@ -7,7 +7,7 @@ import torch
 
 from kernels.cuda import gemm, moe
 from kernels.errors import KernelContractError
-from kernels.layout import FP8, BlockScaledWeight, Weight
+from kernels.layout import FP8, BlockScaledWeight, Routing, Weight
 from kernels.reference import moe as reference
 from kernels.reference.elementwise import silu_and_mul
 from kernels.reference.linear import linear
@@ -85,14 +85,32 @@ def test_route_prefers_the_lower_id_and_survives_nan() -> None:
     assert torch.equal(weights[0], weights[2]) and not weights[0].isnan().any()
 
 
-def test_rows_that_are_not_live_choose_nobody() -> None:
-    """Report N16: top-k masks padding."""
-    logits = torch.randn(5, 768, device="cuda")
-    live = torch.tensor([True, False, True, False, False], device="cuda")
-    weights, ids = moe.route(logits, None, live=live, **LONGCAT)
-    full_weights, full_ids = moe.route(logits, None, **LONGCAT)
-    assert torch.equal(ids[live], full_ids[live]) and torch.equal(weights[live], full_weights[live])
-    assert (ids[~live] == -1).all() and (weights[~live] == 0).all()
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17, 64, 128, 129])
+@pytest.mark.parametrize(
+    ("count", "width", "kind"),
+    [(256, 7168, V3), (384, 7168, KIMI), (768, 6144, LONGCAT), (40, 96, {**V3, "num_groups": 10}), (44, 64, LITE)],
+)
+def test_choices_of_rows_are_those_of_their_logits(tokens: int, count: int, width: int, kind: dict) -> None:
+    """Report N16: top-k masks padding. Few rows take the router kernel, whose parts the choice adds up; a router of 44 or 129
+    rows take another."""
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    router, bias = torch.randn(count, width, device="cuda").bfloat16(), torch.randn(count, device="cuda") * 0.1
+    live = torch.rand(tokens, device="cuda") < 0.8
+    exact = (x.double() @ router.double().t()).float()
+    poison_free_memory()
+    parts = moe._router_parts(x, router)
+    assert parts.shape[0] == (4 if count != 44 and tokens <= 128 else 1)
+    assert worst_row_error(parts.sum(dim=0), exact.double()) < 2e-5
+    routing = moe.choose_experts(x, router, bias, live, **kind)
+    weights, ids = moe.route(parts.sum(dim=0), bias, **kind)
+    assert (routing.ids[~live] == -1).all() and (routing.weights[~live] == 0).all()
+    assert torch.equal(routing.ids[live], ids[live])  # the parts are added in one order everywhere
+    torch.testing.assert_close(routing.weights[live], weights[live], rtol=1e-5, atol=1e-7)
+    same = reference.route(exact, bias, **kind)[1].sort(dim=-1).values == ids.sort(dim=-1).values
+    assert float(same.float().mean()) > 0.98  # neighbours within rounding may change places
+    alone = moe.choose_experts(x[:1], router, bias, **kind)
+    if tokens <= 128:
+        assert not live[0] or torch.equal(alone.packed, routing.packed[:1])
 
 
 # ---- grouped MLP ------------------------------------------------------------------------------------------------
@@ -109,6 +127,8 @@ def test_grouped_mlp_matches_the_reference(tokens: int, hidden: int, inner: int,
     gate_up, down = experts(16, 2 * inner, hidden, kinds[0]), experts(16, hidden, inner, kinds[1])
     weights, ids = choices(tokens, 6, 48)
     ids[torch.rand(tokens, 6, device="cuda") < 0.2] = -1
+    packed = Routing.of(weights, ids)  # side by side, as they come from the router
+    weights, ids = packed.weights, packed.ids
     x = torch.randn(tokens, hidden, device="cuda").bfloat16()
     expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=16)
     poison_free_memory()

@@ -7,7 +7,7 @@ import torch
 
 from kernels import ops
 from kernels.errors import KernelContractError
-from kernels.layout import FP8, BlockScaledWeight
+from kernels.layout import FP8, BlockScaledWeight, plain_rows
 
 
 def block_scaled(n: int, k: int) -> BlockScaledWeight:
@@ -22,6 +22,21 @@ def test_gated_mlp_is_its_three_operations(dtype: torch.dtype, quantized: bool) 
     x = torch.randn(5, 160, dtype=dtype)
     steps = ops.linear(ops.silu_and_mul(ops.linear(x, weights[0])), weights[1])
     assert torch.equal(ops.gated_mlp(x, *weights), steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_quantized_by_their_norm_give_the_products_of_plain_ones(dtype: torch.dtype) -> None:
+    x, residual, norm = torch.randn(5, 160).to(dtype), torch.randn(5, 160).to(dtype), torch.rand(160)
+    rows, total = ops.rms_norm_quantized(x, norm, eps=1e-6, residual=residual, keep_plain=True)
+    plain, plain_total = ops.rms_norm(x, norm, eps=1e-6, residual=residual)
+    gate_up, down = block_scaled(384, 160), block_scaled(160, 192)
+    assert torch.equal(total, plain_total) and torch.equal(plain_rows(rows), plain)
+    for result in (ops.linear(rows, gate_up), ops.gated_mlp(rows, gate_up, down), ops.linear(rows, gate_up.dequantize(dtype))):
+        assert result.dtype is dtype
+    assert torch.equal(ops.linear(rows, gate_up), ops.linear(plain, gate_up))
+    assert torch.equal(ops.gated_mlp(rows, gate_up, down), ops.gated_mlp(plain, gate_up, down))
+    assert torch.equal(ops.linear(rows, gate_up.dequantize(dtype)), ops.linear(plain, gate_up.dequantize(dtype)))
+    assert ops.rms_norm_quantized(x, norm, eps=1e-6, keep_plain=False)[0].plain is None
 
 
 def test_gated_mlp_refuses_halves_that_do_not_fit() -> None:

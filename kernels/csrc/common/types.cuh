@@ -22,5 +22,6 @@ template <class T> DEVICE T narrow(float v);
 template <> DEVICE bf16 narrow<bf16>(float v) { return bf16{(uint16_t)pack_bf16(v, 0.f)}; }
 template <> DEVICE float narrow<float>(float v) { return v; }
 #define INFINITY_F __int_as_float(0x7f800000)
+constexpr float FP8_MAX = 448.f, AMAX_FLOOR = 1e-4f;  // of E4M3; a maximum below the floor counts as it (kernels/layout.py)
 // Hides a value's origin from the compiler, so that what is computed from it is not kept in registers across a loop.
 DEVICE void forget(int& v) { asm volatile("" : "+r"(v)); }

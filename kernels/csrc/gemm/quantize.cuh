@@ -3,7 +3,6 @@
 #pragma once
 #include "common/ptx.cuh"
 
-constexpr float AMAX_FLOOR = 1e-4f, FP8_MAX = 448.f;
 constexpr int BLOCK_LANES = 16, LANE_VALUES = 8;
 constexpr int QUANTIZE_THREADS = 256, BLOCKS_A_CTA = QUANTIZE_THREADS / BLOCK_LANES;
 

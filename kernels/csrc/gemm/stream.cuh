@@ -6,8 +6,9 @@
 // One warp fetches, two warpgroups multiply. FP8: the tensor core keeps about 14 bits, so each block of 128 channels
 // starts a fresh accumulator, which is then multiplied by its two scales and folded into FP32 registers.
 //
-// Weights never change, so a dense product fetches its first stages before it waits for the kernel that makes X
-// (programmatic dependent launch); the activation's quantization hides behind them.
+// Weights never change, so a product fetches its first stages before it waits for the kernel that makes X (programmatic
+// dependent launch); the activation's quantization hides behind them. The tables of a grouped product are older still: the
+// kernel before lets this one start only once it has itself waited for whatever came before it, the sort included.
 #include "gemm/schedule.cuh"
 #include "gemm/tma.cuh"
 #include "gemm/wgmma.cuh"
@@ -253,8 +254,7 @@ template <int NT, bool FP8> DEVICE void stream(const StreamArgs& a) {
   }
   const int table = a.experts + 1;
   if (a.groups) {
-    wait_for_previous_kernel();  // the sort writes the tables
-    for (int i = threadIdx.x; i < 2 * table; i += THREADS) tables[i] = a.groups[i];
+    for (int i = threadIdx.x; i < 2 * table; i += THREADS) tables[i] = __ldcg(a.groups + i);  // never from a stale L1
   } else if (threadIdx.x == 0) {
     tables[0] = tables[2] = 0, tables[1] = a.rows, tables[3] = (a.rows + NT - 1) / NT;
   }

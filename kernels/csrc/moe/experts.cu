@@ -108,9 +108,9 @@ struct CombineArgs {
   const int* groups;       // [2, experts + 1]
   const int* row_experts;  // [sorted rows]
   const int* places;       // [tokens, top_k]
-  const float* weights;    // [tokens, top_k]
+  const float* weights;    // [tokens, top_k], row stride below
   bf16* out;               // [tokens, width]
-  int experts, top_k;
+  int experts, top_k, weights_stride, _pad;
 };
 
 constexpr int COMBINE_THREADS = 256, COLUMNS_A_CTA = COMBINE_THREADS * 4;
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine_experts(co
     if (row < 0) continue;
     const Place place(a.groups, a.experts, a.row_experts[row], row, s.token_tile);
     const float4 v = read4(a.product, runs, place, row, n);
-    const float w = a.weights[(int64_t)token * a.top_k + k];
+    const float w = a.weights[(int64_t)token * a.weights_stride + k];
     sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y), sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
   }
   *(uint2*)(a.out + (int64_t)token * a.product.n + n) = pack_bf16x4(sum);

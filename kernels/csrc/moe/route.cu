@@ -6,14 +6,15 @@
 constexpr int ROUTE_WARPS = 4;
 
 struct RouteArgs {
-  const float* logits;   // [tokens, experts]
+  const float* logits;   // [parts, tokens, experts]; their sum over the parts counts
   const float* bias;     // [experts] or null; selects, never weighs
   const uint8_t* live;   // [tokens] or null: rows that are real
-  float* weights;        // [tokens, top_k]
-  int* ids;              // [tokens, top_k]
+  float* weights;        // [tokens, top_k], row stride below
+  int* ids;              // [tokens, top_k], likewise
   int tokens, experts, top_k, groups, top_groups;
   int sigmoid, normalize;
   float scaling_factor;
+  int parts, row_stride;
 };
 
 // Unsigned order of floats; NaN is 1, below -inf. 0 is free for "taken".
@@ -54,7 +55,7 @@ template <int PER_LANE> DEVICE void route(const RouteArgs& a) {
   wait_for_previous_kernel();
   allow_next_kernel();
   if (token >= a.tokens) return;
-  const int64_t out = (int64_t)token * a.top_k;
+  const int64_t out = (int64_t)token * a.row_stride;
   if (a.live && !a.live[token]) {
     if (lane < a.top_k) a.ids[out + lane] = -1, a.weights[out + lane] = 0.f;
     return;
@@ -66,8 +67,17 @@ template <int PER_LANE> DEVICE void route(const RouteArgs& a) {
     const int e = 32 * j + lane;
     bias[j] = a.bias && e < a.experts ? a.bias[e] : 0.f;
     v[j] = e < a.experts ? a.logits[(int64_t)token * a.experts + e] : -INFINITY_F;
-    largest = fmaxf(largest, v[j]);
   }
+  for (int p = 1; p < a.parts; p++) {
+    const float* part = a.logits + ((int64_t)p * a.tokens + token) * a.experts;
+#pragma unroll
+    for (int j = 0; j < PER_LANE; j++) {
+      const int e = 32 * j + lane;
+      if (e < a.experts) v[j] += part[e];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < PER_LANE; j++) largest = fmaxf(largest, v[j]);
   if (a.sigmoid) {
 #pragma unroll
     for (int j = 0; j < PER_LANE; j++) v[j] = 1.f / (1.f + expf(-v[j]));

@@ -8,11 +8,14 @@
 constexpr int SORT_THREADS = 1024;
 
 struct SortArgs {
-  const int* ids;    // [pairs] global expert ids
+  const int* ids;    // [tokens, top_k] global expert ids, row stride below
   int* groups;       // [2, experts + 1] first rows, first token tiles
   int* places;       // [pairs] row of the pair among the sorted ones, or -1
   int* row_experts;  // [sorted rows] local expert of each sorted row, -1 for nobody's
-  int pairs, first_expert, experts, token_tile;
+  int pairs, first_expert, experts, token_tile;  // pairs: tokens * top_k
+  int top_k, ids_stride;
+
+  DEVICE int id(int pair) const { return ids[(int64_t)(pair / top_k) * ids_stride + pair % top_k]; }
 };
 
 extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const SortArgs a) {
@@ -23,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const Sort
   if (t < MAX_EXPERTS) counts[t] = 0;
   __syncthreads();
   for (int i = t; i < a.pairs; i += SORT_THREADS) {
-    const uint32_t e = (uint32_t)a.ids[i] - (uint32_t)a.first_expert;
+    const uint32_t e = (uint32_t)a.id(i) - (uint32_t)a.first_expert;
     a.places[i] = e < (uint32_t)a.experts ? atomicAdd(&counts[e], 1) : -1;
   }
   __syncthreads();
@@ -54,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const Sort
   __syncthreads();
   for (int i = t; i < a.pairs; i += SORT_THREADS) {
     if (a.places[i] < 0) continue;
-    const int e = a.ids[i] - a.first_expert, place = counts[e] + a.places[i];
+    const int e = a.id(i) - a.first_expert, place = counts[e] + a.places[i];
     a.places[i] = place, a.row_experts[place] = e;
   }
 }
