@@ -36,10 +36,13 @@ PARTS = {
     "sampling": ("sample",),
 }
 KERNELS = (  # part -> the start of its kernels' names; the first match counts
-    ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_kv"),
-    ("experts", r"route_|sort_pairs|scatter_|gate_|combine_experts|stream_|router"),
-    ("norms", r"rms_norm"),
-    ("linears", r"product_|finish_|quantize_|silu_mul|nvjet|cutlass|sm90_|gemm|gemv|void cutlass|void gemm|splitk|cublas"),
+    ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_|fetch_dequant"),
+    ("experts", r"route|sort_pairs|scatter_|gate_|combine_experts|stream_"),
+    ("norms", r"rms_norm|norm_"),
+    (
+        "linears",
+        r"absorb_query|project_values|product_|finish_|quantize_|silu_mul|nvjet|cutlass|sm90_|gemm|gemv|void cutlass|void gemm|splitk|cublas",
+    ),
     ("collectives", r"nccl"),
 )
 WARM, MEASURED = 5, 7  # replays; the same on all ranks, whose collectives must pair up

@@ -166,7 +166,7 @@ def test_every_operation_of_a_decode_step_belongs_to_a_part() -> None:
     ("kernel", "part"),
     [
         ("mla_decode_fp8", "attention"), ("quantize_q_bf16_fp8", "attention"), ("quantize_bf16", "linears"),
-        ("stream_fp8_16", "experts"), ("rms_norm_quantize", "norms"), ("nvjet_sm90_tst_64x8", "linears"),
+        ("stream_fp8_16", "experts"), ("norm_vectors_1_bf16", "norms"), ("absorb_query", "linears"), ("nvjet_sm90_tst_64x8", "linears"),
         ("ncclDevKernel_AllGather_RING_LL", "collectives"), ("void at::native::vectorized_elementwise_kernel<4>", "other"),
     ],
 )  # fmt: skip
