@@ -252,10 +252,7 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
         if cache is None or cache.format is not case.fmt:
             cache = None
             free_memory(rank.device)
-            blocks = rank.cache_bytes // (BLOCK_SIZE * bytes_per_token(rank.model_config, case.fmt)) - 1
-            cache = KVCache.allocate(rank.model_config, case.fmt, blocks, rank.device)
-            for layer in cache.layers:
-                fill_random(layer)
+            cache = random_cache(rank, case.fmt)
         began = time.perf_counter()
         found = measure(rank, cache, case, ceilings)
         free_memory(rank.device)
@@ -282,6 +279,14 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
                 f"tokens/s {line['tokens_ratio']:.2f}x at the largest batches {line['largest_batches']}, rooflines {line['roofline_ratio']:.2f}x",
                 flush=True,
             )
+
+
+def random_cache(rank: Rank, fmt: CacheFormat) -> KVCache:
+    blocks = rank.cache_bytes // (BLOCK_SIZE * bytes_per_token(rank.model_config, fmt)) - 1
+    cache = KVCache.allocate(rank.model_config, fmt, blocks, rank.device)
+    for layer in cache.layers:
+        fill_random(layer)
+    return cache
 
 
 def free_memory(device: torch.device) -> None:
