@@ -21,7 +21,7 @@ from benchmarks.serving import RESULTS, scrape
 from engine.hub import resolve_model
 from tests.distributed.launched import PYTHON, Launched
 
-STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 32, 64, 32
+STREAMS, REQUESTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 32, 512, 32
 QUESTIONS = {
     "In the beginning God created the heaven and the": " earth",
     "The king said unto his": " servants",
