@@ -30,7 +30,7 @@ FP8_OVER_BF16 = 17 / 9  # of the latent products' work, 512 + 512 of 576 + 512 d
 PARTS = {
     "attention": ("plan_decode", "append_kv", "quantize_q", "mla_decode"),
     "linears": ("linear", "gated_mlp", "absorb_query", "project_values", "bmm", "mm"),
-    "experts": ("router_logits", "route", "choose_experts", "grouped_mlp"),
+    "experts": ("router_logits", "route", "choose_experts", "quantize_activation", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
     "sampling": ("sample",),
@@ -214,7 +214,7 @@ def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
             return _bytes(rows, weight, result), 2 * rows.shape[0] * weight.numel()
         case "choose_experts":
             return _bytes(args, result), 2 * args[0].shape[0] * args[1].numel()
-        case "route" | "rms_norm" | "rms_norm_quantized":
+        case "route" | "rms_norm" | "rms_norm_quantized" | "quantize_activation":
             return _bytes(args, list(kwargs.values()), result), 0
         case "sample":
             return _bytes(args[0], result), 0

@@ -36,6 +36,7 @@ HELP = {
     "prefix_cache": "share the cache of equal prompt beginnings",
     "cuda_graphs": "replay captured graphs for decode steps",
     "fast_start": "capture few of them before serving, the others in idle moments and between steps",
+    "fp8_dispatch": "send rows to FP8 experts of other ranks as those quantize them: half the bytes, the same results",
     "async_scheduling": "prepare the next step while one runs",
     "num_speculative_tokens": "draft tokens per step from the model's MTP layer (0: off)",
     "speculative_acceptance": "exact: the tokens are those without speculation; ratio: the same distribution, more drafts accepted",

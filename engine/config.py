@@ -95,6 +95,7 @@ class EngineConfig:
     simulate_world: "dp=8,tp=1,ep=8" makes this one process hold and compute what one rank of that many would, with dummy
         weights and without collectives: for timing only, its tokens mean nothing. ep may be left out, it is dp * tp
     fast_start: capture few CUDA graphs before serving, the others while it does
+    fp8_dispatch: rows travel to FP8 experts of other ranks as those quantize them: half the bytes, the same results
     speculative_acceptance: exact (drafts that equal the token the plain path samples) or ratio (min(1, p / q): the same
         distribution, more accepted drafts, other tokens than without speculation); see engine/speculative.py
     fidelity_fraction: part of the steps in which attention is compared with exact attention (engine/fidelity.py); 0 is off
@@ -114,6 +115,7 @@ class EngineConfig:
     prefix_cache: bool = True
     cuda_graphs: bool = True
     fast_start: bool = False
+    fp8_dispatch: bool = False
     async_scheduling: bool = True
     num_speculative_tokens: int = 0
     speculative_acceptance: str = "exact"
@@ -153,6 +155,8 @@ class EngineConfig:
             raise ConfigError(f"memory_fraction: must lie between 0 and 1, got {self.memory_fraction}")
         if self.simulated is not None and self.load_format != "dummy":
             raise ConfigError("simulate_world: a rank without its peers computes nonsense; it takes load_format dummy only")
+        if self.fp8_dispatch and (self.simulated or self.parallel).world_size == 1:
+            raise ConfigError("fp8_dispatch: one rank has all experts, so no row travels; leave it off")
         if self.simulated is not None and self.parallel.world_size > 1:
             raise ConfigError(f"simulate_world: runs in one process, but dp * tp is {self.parallel.world_size}; make both 1")
 

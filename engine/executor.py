@@ -160,13 +160,13 @@ class WorkerInfo:
 def create_context(config: EngineConfig, device: torch.device | str) -> ParallelContext:
     """This rank's place among those that the configuration asks for; says so when they are simulated."""
     if (world := config.simulated) is None:
-        return ParallelContext.create(config.parallel.dp, config.parallel.tp, device)
+        return ParallelContext.create(config.parallel.dp, config.parallel.tp, device, fp8_dispatch=config.fp8_dispatch)
     print(
         f"SIMULATION: one rank of dp {world.dp} x tp {world.tp}, dummy weights, no collectives; times only, tokens mean nothing",
         file=sys.stderr,
         flush=True,
     )
-    return ParallelContext.simulated(world.dp, world.tp)
+    return ParallelContext.simulated(world.dp, world.tp, fp8_dispatch=config.fp8_dispatch)
 
 
 def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Executor, WorkerInfo]:

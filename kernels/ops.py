@@ -25,8 +25,10 @@ from kernels.layout import (
     BlockScaledWeight,
     CacheFormat,
     DecodePlan,
+    Draws,
     LatentCache,
     LatentQuery,
+    QuantizedActivation,
     Routing,
     Rows,
     Weight,
@@ -365,6 +367,13 @@ def rms_norm_quantized(
     return _call(op, x.device, x, weight, eps=eps, residual=residual, keep_plain=keep_plain)
 
 
+def quantize_activation(x: torch.Tensor) -> QuantizedActivation:
+    """x BF16|FP32 [T, K] as `linear` quantizes it for a BlockScaledWeight: E4M3, one scale per token and 128 channels."""
+    op = "quantize_activation"
+    _require(x.ndim == 2 and x.dtype in _FLOATS, op, f"x must be BF16 or FP32 [T, K], got {x.dtype} {tuple(x.shape)}")
+    return _call(op, x.device, x)
+
+
 def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
     """Rotary embedding of the last dimension.
 
@@ -520,20 +529,43 @@ def choose_experts(
 
 
 def grouped_mlp(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
 ) -> torch.Tensor:
     """Weighted sum over a token's local experts of down_e(silu(gate_e x) * up_e x).
 
-    x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids, both of any row stride
+    x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids, both of any row stride. Rows that come
+        quantized, codes and scales of any row stride, give the bits of the rows they were made from.
     gate_up: [E_local, 2 I, D]; down: [E_local, D, I]; they hold experts first_expert .. first_expert + E_local - 1
     Ids outside that range (remote, zero-computation or masked experts, -1 included) contribute nothing and cost nothing.
     Returns x's dtype [T, D]; the sum over experts is FP32.
     """
-    op = "grouped_mlp"
-    _require(x.ndim == 2, op, f"x must be [T, D], got {tuple(x.shape)}")
+    op, rows = "grouped_mlp", _shape_source(x)
+    _require(rows.ndim == 2, op, f"x must be [T, D], got {tuple(rows.shape)}")
     _require(
-        ids.dtype == torch.int32 and ids.shape == weights.shape and ids.shape[0] == x.shape[0],
+        isinstance(x, torch.Tensor) or isinstance(gate_up, BlockScaledWeight),
+        op,
+        "rows come quantized, the weights are not FP8",
+    )
+    _require(
+        ids.dtype == torch.int32 and ids.shape == weights.shape and ids.shape[0] == rows.shape[0],
         op,
         "ids and weights must be [T, K], ids int32",
     )
-    return _call(op, x.device, x, weights, ids, gate_up, down, first_expert=first_expert)
+    return _call(op, rows.device, x, weights, ids, gate_up, down, first_expert=first_expert)
+
+
+# ---- sampling ---------------------------------------------------------------------------------------------------
+
+
+def choose_tokens(logits: torch.Tensor, positions: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+    """One token a row: the best, or a draw from softmax(logits / temperature) restricted by min_p, top_k and top_p.
+
+    logits: FP32 [n, vocab], of any row stride, not modified; positions: int64 [n] that the tokens will have
+    draws: the rows that are drawn; the others are greedy
+    A drawn row takes the best of scaled logits plus Gumbel noise, which is a function of (seed, position, token id) alone;
+    of equal values the first counts. Returns int64 [n]; -1 where the best logit is not finite.
+    """
+    op, n = "choose_tokens", logits.shape[0]
+    _require(logits.ndim == 2 and logits.dtype == torch.float32, op, f"logits must be FP32 [n, vocab], got {logits.dtype}")
+    _require(positions.dtype == torch.int64 and positions.shape == (n,), op, f"positions must be int64 [{n}]")
+    return _call(op, logits.device, logits, positions, draws)

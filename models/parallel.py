@@ -19,7 +19,10 @@ _FIRST_FRAME_BYTES = 4096  # most plans fit into one broadcast; the rest of a lo
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This rank's place and its process groups; groups are None where they have one rank."""
+    """This rank's place and its process groups; groups are None where they have one rank.
+
+    fp8_dispatch: rows travel to the experts of other ranks as E4M3 codes and scales (models/layers/expert_dispatch.py)
+    """
 
     dp: int
     tp: int
@@ -29,18 +32,19 @@ class ParallelContext:
     replica: dist.ProcessGroup | None = None
     replica_control: dist.ProcessGroup | None = None
     leaders_control: dist.ProcessGroup | None = None
+    fp8_dispatch: bool = False
 
     @staticmethod
     def single() -> ParallelContext:
         return ParallelContext(dp=1, tp=1, dp_rank=0, tp_rank=0)
 
     @staticmethod
-    def simulated(dp: int, tp: int) -> SimulatedContext:
+    def simulated(dp: int, tp: int, *, fp8_dispatch: bool = False) -> SimulatedContext:
         """Rank 0 of dp * tp ranks that do not exist."""
-        return SimulatedContext(dp=dp, tp=tp, dp_rank=0, tp_rank=0)
+        return SimulatedContext(dp=dp, tp=tp, dp_rank=0, tp_rank=0, fp8_dispatch=fp8_dispatch)
 
     @staticmethod
-    def create(dp: int, tp: int, device: torch.device | str) -> ParallelContext:
+    def create(dp: int, tp: int, device: torch.device | str, *, fp8_dispatch: bool = False) -> ParallelContext:
         """Build every group over torch.distributed's default group, on all ranks in one order.
 
         Raises ValueError when the default group's size is not dp * tp, or it is missing and dp * tp > 1.
@@ -69,6 +73,7 @@ class ParallelContext:
             replica=replica_groups[dp_rank] if replicas else None,
             replica_control=control_groups[dp_rank] if replicas else None,
             leaders_control=leaders if tp_rank == 0 else None,
+            fp8_dispatch=fp8_dispatch,
         )
 
     @property

@@ -8,7 +8,7 @@ a step reads each hit expert's weights once, and ids that are not local cost not
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -52,6 +52,13 @@ class _SortArgs(ctypes.Structure):
 class _ScatterArgs(ctypes.Structure):
     _fields_ = (
         ("x", c_void_p), ("places", c_void_p), ("to", gemm.QuantizedArgs), ("copy", c_void_p), ("top_k", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _ScatterCodesArgs(ctypes.Structure):
+    _fields_ = (
+        ("codes", c_void_p), ("scales", c_void_p), ("places", c_void_p), ("to", gemm.QuantizedArgs),
+        ("codes_stride", c_int64), ("scale_row_stride", c_int64), ("scale_block_stride", c_int64), ("top_k", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -154,12 +161,14 @@ def _route(parts: torch.Tensor, bias: torch.Tensor | None, live: torch.Tensor | 
 
 
 def grouped_mlp(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
 ) -> torch.Tensor:
     """See ops.grouped_mlp. More than MAX_PAIRS pairs run in several passes over the experts."""
     op = "grouped_mlp"
     tokens, top_k = ids.shape
     if x.dtype is torch.float32:
+        if not isinstance(x, torch.Tensor):
+            raise KernelContractError(op, "rows that come quantized are those of BF16 activations")
         return _grouped_mlp_fp32(x, weights, ids, gate_up, down, first_expert)
     for weight in (gate_up, down):
         data, scale = _parts(weight)
@@ -175,16 +184,22 @@ def grouped_mlp(
         raise KernelContractError(
             op, f"hidden and expert width must be multiples of 16, got {hidden} and {_parts(down)[0].shape[2]}"
         )
+    device = ids.device
     for weight in (gate_up, down):
-        gemm.load_products(_kind(_parts(weight)[1]), x.device.index)
-    x, weights = x.contiguous(), weights.float()
+        gemm.load_products(_kind(_parts(weight)[1]), device.index)
+    if isinstance(x, torch.Tensor):
+        x = x.contiguous()
+    elif x.quantized.data.stride(1) != 1 or x.quantized.data.stride(0) % 8 or x.quantized.data.data_ptr() % 8:
+        raise KernelContractError(op, "codes of a row must be dense, and rows begin at multiples of 8 bytes")
+    weights = weights.float()
     if ids.stride(1) != 1 or weights.stride(1) != 1:
         raise KernelContractError(op, "the choices of a row must be dense")
-    out = torch.empty_like(x)
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
     step = max(1, MAX_PAIRS // top_k)
     for i in range(0, tokens, step):
         rows = slice(i, min(i + step, tokens))
-        _one_pass(x[rows], weights[rows], ids[rows], gate_up, down, first_expert, out[rows])
+        part = x[rows] if isinstance(x, torch.Tensor) else x.quantized_rows(rows)
+        _one_pass(part, weights[rows], ids[rows], gate_up, down, first_expert, out[rows])
     return out
 
 
@@ -197,7 +212,7 @@ def gated_mlp(x: Rows, gate_up: Weight, down: Weight) -> torch.Tensor:
 
 
 def _one_pass(
-    x: torch.Tensor,
+    x: Rows,
     weights: torch.Tensor,
     ids: torch.Tensor,
     gate_up: Weight,
@@ -205,7 +220,7 @@ def _one_pass(
     first_expert: int,
     out: torch.Tensor,
 ) -> None:
-    device = x.device
+    device = ids.device
     tokens, top_k = ids.shape
     pairs = tokens * top_k
     gate_up_data, gate_up_scale = _parts(gate_up)
@@ -233,8 +248,23 @@ def _one_pass(
     _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort, overlap=True)
 
     rows, rows_scale, to, copy = _empty_rows(capacity, hidden, device, quantized=gate_up_scale is not None)
-    scatter = _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
-    _launch("moe", f"scatter_{_kind(gate_up_scale)}", device, gemm.block_grid(tokens, hidden), _THREADS, scatter, overlap=True)
+    scatter: ctypes.Structure
+    if isinstance(x, torch.Tensor):
+        name, scatter = f"scatter_{_kind(gate_up_scale)}", _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
+    else:
+        codes, scales = x.quantized.data, x.quantized.scale
+        name = "scatter_codes"
+        scatter = _ScatterCodesArgs(
+            codes.data_ptr(),
+            scales.data_ptr(),
+            places.data_ptr(),
+            to,
+            codes.stride(0),
+            scales.stride(0),
+            scales.stride(1),
+            top_k,
+        )
+    _launch("moe", name, device, gemm.block_grid(tokens, hidden), _THREADS, scatter, overlap=True)
     both = torch.empty(capacity, width, dtype=torch.bfloat16, device=device)
     product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
 

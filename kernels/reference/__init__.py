@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe
+from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe, sampling
 
 OPS: dict[str, Callable[..., Any]] = {
     "quantize_q": latent.quantize_q,
@@ -23,6 +23,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "merge_attention": attention.merge_attention,
     "rms_norm": elementwise.rms_norm,
     "rms_norm_quantized": linear.rms_norm_quantized,
+    "quantize_activation": linear.quantize_activation,
     "rope": elementwise.rope,
     "silu_and_mul": elementwise.silu_and_mul,
     "linear": linear.linear,
@@ -31,4 +32,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "route": moe.route,
     "choose_experts": moe.choose_experts,
     "grouped_mlp": moe.grouped_mlp,
+    "choose_tokens": sampling.choose_tokens,
 }

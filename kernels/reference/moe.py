@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from kernels.layout import BlockScaledWeight, Routing, Weight
+from kernels.layout import Activation, BlockScaledWeight, Routing, Rows, Weight
 from kernels.reference.elementwise import silu_and_mul
 from kernels.reference.linear import linear, router_logits
 
@@ -51,34 +52,38 @@ def choose_experts(
 
 
 def grouped_mlp(
-    x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
 ) -> torch.Tensor:
     """Token and expert pairs are sorted by expert, so each expert that is hit costs two products over a slice."""
     tokens, top_k = ids.shape
     num_experts = (gate_up.data if isinstance(gate_up, BlockScaledWeight) else gate_up).shape[0]
+    width = (x.quantized.data if isinstance(x, Activation) else x).shape[1]
     if tokens == 0:
-        return torch.zeros_like(x)
+        return torch.zeros(0, width, dtype=x.dtype, device=ids.device)
     expert = ids.flatten().long() - first_expert
     expert = torch.where((expert < 0) | (expert >= num_experts), num_experts, expert)  # the last bin is nobody's
     order = expert.argsort(stable=True)
     counts = torch.bincount(expert, minlength=num_experts + 1).tolist()  # the one host read
     local = tokens * top_k - counts.pop()
 
-    pairs = x[order[:local] // top_k]
-    outputs = x.new_zeros(tokens * top_k, x.shape[1])
-    outputs[order[:local]] = _mlp_of_slices(pairs, counts, gate_up, down)
+    pairs = _rows(x, order[:local] // top_k)
+    outputs = torch.zeros(tokens * top_k, width, dtype=x.dtype, device=ids.device)
+    if local:
+        outputs[order[:local]] = _mlp_of_slices(pairs, counts, gate_up, down)
     return torch.einsum("tk,tkd->td", weights, outputs.view(tokens, top_k, -1).float()).to(x.dtype)
 
 
-def _mlp_of_slices(x: torch.Tensor, counts: list[int], gate_up: Weight, down: Weight) -> torch.Tensor:
+def _rows(x: Rows, rows: slice | torch.Tensor) -> Rows:
+    return x.quantized_rows(rows) if isinstance(x, Activation) else x[rows]
+
+
+def _mlp_of_slices(x: Rows, counts: list[int], gate_up: Weight, down: Weight) -> torch.Tensor:
     """Expert e's MLP of its `counts[e]` consecutive rows of x."""
     hit = [e for e, rows in enumerate(counts) if rows]
-    if not hit:
-        return x
-    slices = x.split([counts[e] for e in hit])
-    hidden = silu_and_mul(torch.cat([linear(rows, _expert(gate_up, e)) for e, rows in zip(hit, slices)]))
-    slices = hidden.split([counts[e] for e in hit])
-    return torch.cat([linear(rows, _expert(down, e)) for e, rows in zip(hit, slices)])
+    ends = list(accumulate(counts))
+    slices = {e: slice(ends[e] - counts[e], ends[e]) for e in hit}
+    hidden = silu_and_mul(torch.cat([linear(_rows(x, slices[e]), _expert(gate_up, e)) for e in hit]))
+    return torch.cat([linear(hidden[slices[e]], _expert(down, e)) for e in hit])
 
 
 def _expert(weight: Weight, e: int) -> Weight:

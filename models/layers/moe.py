@@ -7,7 +7,7 @@ import functools
 import torch
 
 from kernels import ops
-from kernels.layout import Routing, Rows, plain_rows
+from kernels.layout import BlockScaledWeight, Routing, Rows, plain_rows
 from models.batch import ForwardBatch
 from models.config import MoEConfig
 from models.layers.at_once import at_once
@@ -42,6 +42,11 @@ class MoE:
             hidden,
             config.expert_intermediate_size,
         )
+        if parallel.fp8_dispatch and not isinstance(self.gate_up, BlockScaledWeight):
+            raise ValueError(
+                "fp8_dispatch: these experts do not quantize their rows, since their weights are not block-scaled FP8 (a CPU "
+                "dequantizes such weights); leave it off"
+            )
         shared = config.shared_intermediate_size
         self.shared = MLP(weights.at("shared_experts"), hidden, shared, parallel) if shared else None
 

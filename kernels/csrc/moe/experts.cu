@@ -40,6 +40,34 @@ template <bool FP8> DEVICE void scatter(const ScatterArgs& a) {
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_fp8(const ScatterArgs a) { scatter<true>(a); }
 extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_bf16(const ScatterArgs a) { scatter<false>(a); }
 
+struct ScatterCodesArgs {
+  const uint8_t* codes;  // [tokens, width], rows codes_stride bytes apart
+  const float* scales;   // [tokens, ceil(width / 128)], strides in floats
+  const int* places;     // [tokens, top_k]
+  Quantized to;
+  int64_t codes_stride, scale_row_stride, scale_block_stride;
+  int top_k;
+};
+
+// The same for rows that come quantized, as they travel between ranks.
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_codes(const ScatterCodesArgs a) {
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int width = a.to.width;
+  const RowBlock at(width);
+  const int token = at.row, block = at.block, column = at.column();
+  if (block * 128 >= width) return;
+  const int* places = a.places + (int64_t)token * a.top_k;
+  int local = 0;
+  for (int k = 0; k < a.top_k; k++) local |= places[k] >= 0;
+  if (!local) return;
+  uint2 code = make_uint2(0, 0);
+  if (column < width) code = *(const uint2*)(a.codes + token * a.codes_stride + column);
+  const float scale = a.scales[token * a.scale_row_stride + block * a.scale_block_stride];
+  for (int k = 0; k < a.top_k; k++)
+    if (places[k] >= 0) a.to.store(places[k], block, at.lane, code, scale);
+}
+
 // Where a sorted row lies in the tiles of both products.
 struct Place {
   int tile_base, tiles_here, token_tile, column;

@@ -1,0 +1,150 @@
+"""Rows that travel to the experts as E4M3 codes give the bits that BF16 or FP32 rows give, over two and four gloo processes."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, ParallelConfig
+from engine.errors import ConfigError
+from kernels import ops
+from kernels.layout import FP8, Activation, BlockScaledWeight, Routing
+from models.batch import AttentionMetadata, ForwardBatch
+from models.config import load_model_config
+from models.layers.expert_dispatch import ExpertDispatch
+from models.layers.moe import MoE
+from models.parallel import ParallelContext
+from models.weights import RandomSource, Weights
+from tests.distributed.test_parallel import ROOT, free_port
+from tests.reference_checkpoints import reference_checkpoint
+
+VARIANTS = ["deepseek_v3-tiny", "longcat_flash-tiny"]  # sigmoid router and shared expert; zero-computation experts
+
+WIDTH = 192  # a block of 128 channels and a partial one
+
+
+def layer(variant: str, parallel: ParallelContext, dtype: torch.dtype, fp8: bool = True) -> MoE:
+    config = load_model_config(reference_checkpoint(variant))
+    assert config.moe is not None
+    weights = Weights(RandomSource(fp8), torch.device("cpu"), dtype, keep_fp8=fp8, prefix="moe.")
+    moe = replace(config.moe, expert_intermediate_size=128)  # a quantized gate and up lie one above the other in whole blocks
+    return MoE(weights, moe, WIDTH, parallel, router="r", bias="r.bias")
+
+
+def awkward_rows(count: int, width: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Rows of all sizes: zeros, amax around the floor of the scale, large, with outliers."""
+    x = torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+    sizes = torch.tensor([1.0, 0.0, 2e-5, 4e-5, 3e-3, 300.0])
+    x *= sizes[torch.arange(count) % len(sizes), None]
+    x[:, ::37] *= 50
+    return x.to(dtype)
+
+
+def batch_of(rows: int, ep_rows: int) -> ForwardBatch:
+    none = torch.empty(0, dtype=torch.int64)
+    meta = AttentionMetadata(0, 1, none, none.int().view(0, 1), none.int(), None, None, None)
+    live = torch.arange(rows) % 5 != 3
+    return ForwardBatch(torch.zeros(rows, dtype=torch.int64), none, meta, [], row_mask=live, ep_rows=ep_rows)
+
+
+def rank_main(worlds: list[str]) -> None:
+    torch.distributed.init_process_group("gloo")
+    for world in worlds:
+        dp, tp = map(int, world.split("x"))
+        check_world(ParallelContext.create(dp, tp, "cpu"))
+    torch.distributed.destroy_process_group()
+
+
+def check_world(plain: ParallelContext) -> None:
+    sent: list[int] = []
+    for variant in VARIANTS:
+        for dtype in (torch.bfloat16, torch.float32):
+            exact = layer(variant, plain, dtype)
+            quantized = copy.copy(exact)
+            quantized.dispatch = replace(exact.dispatch, parallel=replace(plain, fp8_dispatch=True))
+            rows = 0 if plain.dp_rank == 1 else 9 + plain.dp_rank  # one replica has nothing to do
+            x = awkward_rows(rows, exact.router.shape[1], dtype, plain.dp_rank)
+            with torch.inference_mode():
+                want, got = (moe(x, batch_of(rows, 13)) for moe in (exact, quantized))
+            assert torch.equal(want, got), f"{variant} {dtype}: rank {plain.rank} differs"
+            assert rows == 0 or bool((got != 0).any())
+            sent.append(quantized.dispatch._rows_of_all(exact.dispatch.own_rows(x, 13)).quantized.data.stride(0))
+    assert all(stride % 16 == 0 for stride in sent)
+
+
+@pytest.mark.parametrize(("world_size", "worlds"), [(2, ["2x1", "1x2"]), (4, ["2x2", "4x1"])])
+def test_same_bits_as_unquantized_rows(world_size: int, worlds: list[str]) -> None:
+    for variant in VARIANTS:
+        reference_checkpoint(variant)  # once, not in every rank
+    environment = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.distributed.test_fp8_dispatch", *worlds],
+            cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(world_size)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, output) in enumerate(zip(processes, outputs)):
+        assert process.returncode == 0, f"rank {rank} failed:\n{output}"
+
+
+def test_a_simulated_rank_takes_the_same_way() -> None:
+    moe = layer("deepseek_v3-tiny", ParallelContext.simulated(4, 1), torch.bfloat16)
+    quantized = copy.copy(moe)
+    quantized.dispatch = replace(moe.dispatch, parallel=ParallelContext.simulated(4, 1, fp8_dispatch=True))
+    x = awkward_rows(6, moe.router.shape[1], torch.bfloat16, 0)
+    with torch.inference_mode():
+        assert torch.equal(moe(x, batch_of(6, 6)), quantized(x, batch_of(6, 6)))
+        rows = quantized.dispatch.gather(x, quantized.route(x))[0]
+    assert isinstance(rows, Activation) and rows.quantized.data.shape == (24, x.shape[1]) and rows.plain is None
+
+
+def test_experts_that_do_not_quantize_are_refused() -> None:
+    with pytest.raises(ValueError, match="fp8_dispatch: these experts do not quantize"):
+        layer("deepseek_v3-tiny", ParallelContext.simulated(2, 1, fp8_dispatch=True), torch.float32, fp8=False)
+    with pytest.raises(ConfigError, match="fp8_dispatch: one rank has all experts"):
+        EngineConfig("m", fp8_dispatch=True)
+    assert EngineConfig("m", fp8_dispatch=True, parallel=ParallelConfig(2, 1)).fp8_dispatch
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("rows", [1, 24, 200])
+def test_experts_on_a_gpu_take_travelled_rows(rows: int) -> None:
+    """Packed rows as they arrive from other ranks, against the plain rows they were made from: the same bits."""
+    parallel = ParallelContext.simulated(4, 1, fp8_dispatch=True)
+    width, inner, count = 640, 256, 8
+    gate_up, down = (
+        BlockScaledWeight(
+            (torch.randn(count, n, k, device="cuda") * 64).clamp(-448, 448).to(FP8),
+            torch.rand(count, -(-n // 128), -(-k // 128), device="cuda") / 64,
+        )
+        for n, k in ((2 * inner, width), (width, inner))
+    )
+    dispatch = ExpertDispatch(parallel, 4 * count, 4 * count)
+    x = awkward_rows(rows, width, torch.bfloat16, 1).cuda()
+    ids = torch.rand(rows, 4 * count, device="cuda").topk(4).indices.int()
+    routing = Routing.of(torch.rand(rows, 4, device="cuda"), ids)
+    got, want = (
+        ops.grouped_mlp(
+            *replace(dispatch, parallel=replace(parallel, fp8_dispatch=fp8)).gather(x, routing), gate_up, down, first_expert=0
+        )
+        for fp8 in (True, False)
+    )
+    assert torch.equal(got, want) and bool((got != 0).any())
+
+
+if __name__ == "__main__":
+    rank_main(sys.argv[1:])
