@@ -33,7 +33,7 @@ PARTS = {
     "experts": ("router_logits", "route", "choose_experts", "quantize_activation", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
-    "sampling": ("sample",),
+    "sampling": ("sample", "choose_tokens"),
 }
 KERNELS = (  # part -> the start of its kernels' names; the first match counts
     ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_|fetch_dequant"),
@@ -43,6 +43,7 @@ KERNELS = (  # part -> the start of its kernels' names; the first match counts
         "linears",
         r"absorb_query|project_values|product_|finish_|quantize_|silu_mul|nvjet|cutlass|sm90_|gemm|gemv|void cutlass|void gemm|splitk|cublas",
     ),
+    ("sampling", r"choose_|draw_"),
     ("collectives", r"nccl"),
 )
 WARM, MEASURED = 5, 7  # replays; the same on all ranks, whose collectives must pair up
