@@ -6,6 +6,9 @@
                 between is prefilled once with an exact cache, the question and the answer are decoded through each scheme
     generation  lengths of answers until their end token, at a temperature, seeds equal across schemes; and greedy answers
                 compared token by token with the exact cache's
+    lm_eval     the same through the server and its HTTP API, by the command of that name where it is installed: the next word of
+                held-out text scored, and codes recalled, under the product's three formats. Prompts are prefilled in chunks of
+                64 tokens, so that all but the last are read from the cache
 
 `fp32`, `bf16` and `fp8` are the product's own caches and operations. The schemes of Table 3 are simulated on the FP32 cache
 (benchmarks/schemes.py); so are all of them in `recall`, where they share one prefill. On a GPU only the product's bf16 and
@@ -17,29 +20,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.activations import held_out_ids
+from benchmarks.activations import HELD_OUT, held_out_ids
 from benchmarks.demo_model.recall import RecallTask
+from benchmarks.lm_eval_local import evaluate, write_task
 from benchmarks.records import RESULTS, Records
 from benchmarks.schemes import ALTERNATIVES, COMPARED, EXACT, Scheme, decode_attention, decode_with
 from benchmarks.teacher import Teacher, load_demo
 from engine.tokenizer import Tokenizer
 from kernels.layout import CacheFormat, LatentCache
+from tests.distributed.launched import PYTHON, Launched
 
-PARTS = ("perplexity", "recall", "generation")
+PARTS = ("perplexity", "recall", "generation", "lm_eval")
 SEED = 0
 ROW = 1024  # tokens of a row of held-out text
 QUESTION = 8  # last tokens of a recall prompt, which are decoded and not prefilled
 MOST_TOKENS = 200
+CONTEXT_WORDS, RECALLED = 100, 512  # of the tasks for lm_eval: words before the scored one, tokens between code and question
 TEMPERATURE = 0.7
 METHODS = {
     "perplexity": "teacher-forced decode through the cache, one decode row a token, reads of the row's own cache only",
     "recall": "exact prefill, question and answer decoded through the scheme, teacher-forced argmax",
+    "lm_eval": "lm_eval's local-completions against the launched server, prefill in chunks of 64 tokens",
     "generation": "LLM.chat, greedy and sampled with one seed a prompt; token counts from the engine's token ids",
 }
 QUESTIONS = (
@@ -156,14 +165,15 @@ def chats(count: int) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": text}] for text in texts]
 
 
-def generation(lab: Lab, records: Records, count: int) -> None:
-    """Answers under each scheme; the engine's own LLM with the cache format, or the FP32 cache read through a scheme."""
+def generation(lab: Lab, records: Records, count: int, alternatives: tuple[Scheme, ...]) -> None:
+    """Answers under each format and alternative: the engine's own LLM with that cache, or its FP32 cache read through a scheme."""
     from engine.llm import LLM
     from engine.sampling_params import SamplingParams
 
     prompts = chats(count)
     greedy: list[list[int]] | None = None
-    for name, fmt, scheme in _generators():
+    formats = [(name, name, None) for name in ("fp32", "bf16", "fp8")]
+    for name, fmt, scheme in (*formats, *((other.name, "fp32", other) for other in alternatives)):
         key = {"figure": "generation", "on": lab.device, "scheme": name, "prompts": count}
         if records.has(**key) and (greedy is not None or name != "fp32"):
             continue
@@ -195,11 +205,53 @@ def generation(lab: Lab, records: Records, count: int) -> None:
         print(f"generation {name:<8} mean length {np.mean([len(out.token_ids) for out in sampled]):.1f}", flush=True)
 
 
-def _generators() -> Iterator[tuple[str, str, Scheme | None]]:
+# ---- lm_eval
+
+
+def lm_eval(lab: Lab, records: Records, words: int, recalls: int) -> None:
+    """words: held-out words to score; recalls: codes to recall over RECALLED tokens of running text."""
+    if shutil.which("lm_eval") is None:
+        print("lm_eval: left out, the command is not on the PATH")
+        return
+    documents = [json.loads(line)["text"].split(" ") for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
+    scored = [_next_word(documents[i % len(documents)], i, words) for i in range(words)]
+    asked = [_asked_in_text(lab, index) for index in range(recalls)]
+    digits = {"filter": [{"function": "regex", "regex_pattern": "([0-9]{4})"}, {"function": "take_first"}], "name": "digits"}
     for fmt in ("fp32", "bf16", "fp8"):
-        yield fmt, fmt, None
-    for scheme in ALTERNATIVES:
-        yield scheme.name, "fp32", scheme
+        key = {"figure": "lm_eval", "on": lab.device, "scheme": fmt, "words": words, "recalls": recalls}
+        if records.has(**key):
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_task(folder, "next_word", "score", scored)
+            write_task(folder, "recall", "text", asked, filter_list=[digits])
+            options = ("--cache-format", fmt, "--num-cache-blocks", "256", "--max-model-len", "2048", "--prefill-chunk", "64")
+            with Launched(PYTHON, "--device", lab.device, *options, log=folder / "server.log") as launched:
+                launched.wait_ready()
+                samples = evaluate(launched.port, folder, ["next_word", "recall"])["samples"]
+        nll = [-float(line["filtered_resps"][0][0]) for line in samples["next_word"]]
+        best, right = [line["acc"] for line in samples["next_word"]], [line["exact_match"] for line in samples["recall"]]
+        records.write(**key, nll=nll, best=best, recalled=right)
+        print(
+            f"lm_eval {fmt}: {np.mean(nll):.4f} nats a word, {sum(best)} best, {sum(right):.0f} of {recalls} recalled",
+            flush=True,
+        )
+
+
+def _next_word(text: list[str], index: int, count: int) -> tuple[str, str]:
+    """The `index`-th of `count` places of a document: the words before, and the next one."""
+    at = CONTEXT_WORDS + index * (len(text) - CONTEXT_WORDS - 1) // count
+    return " ".join(text[at - CONTEXT_WORDS : at]), " " + text[at]
+
+
+def _asked_in_text(lab: Lab, index: int) -> tuple[str, str]:
+    """A recall prompt as text, and its code."""
+    task = RecallTask(lambda text: lab.tokenizer.encode(text, add_special_tokens=False))
+    filler = np.concatenate([np.asarray(ids) for ids in lab.documents.values()])
+    rng = np.random.default_rng([SEED, RECALLED, index])
+    first = int(rng.integers(len(filler) - RECALLED))
+    prompt, answer = task.prompt(rng, filler[first : first + RECALLED], RECALLED, bos=())
+    return lab.tokenizer.decode(prompt, True), lab.tokenizer.decode(answer, True).strip()
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -209,20 +261,22 @@ def _common(a: list[int], b: list[int]) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rows, prompts and distances")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer rows, prompts and distances; answers under one alternative only"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rows", type=int, help=f"rows of {ROW} held-out tokens (default: 20, quick 4)")
+    parser.add_argument("--rows", type=int, help=f"rows of {ROW} held-out tokens (default: 20, quick 2)")
     parser.add_argument(
         "--distances", type=int, nargs="+", help="recall distances in tokens (default: 256 1024 4096, quick 256 1024)"
     )
     parser.add_argument(
-        "--prompts", type=int, help="recall prompts a distance (default: 20, quick 6); as many chats, in whole groups of 4"
+        "--prompts", type=int, help="recall prompts a distance (default: 20, quick 4); as many chats, in whole groups of 4"
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "quality.jsonl")
     args = parser.parse_args()
     distances = args.distances or ([256, 1024] if args.quick else [256, 1024, 4096])
-    prompts = args.prompts or (6 if args.quick else 20)
+    prompts = args.prompts or (4 if args.quick else 20)
     lab = Lab(args.device, max(ROW, *distances) + 256)
     for part in args.only:
         if args.device == "cuda" and part != "perplexity":
@@ -230,11 +284,13 @@ def main() -> None:
             continue
         records = Records(args.out, device=args.device, method=METHODS[part], seed=SEED)
         if part == "perplexity":
-            perplexity(lab, records, args.rows or (4 if args.quick else 20))
+            perplexity(lab, records, args.rows or (2 if args.quick else 20))
         elif part == "recall":
             recall(lab, records, distances, prompts)
+        elif part == "lm_eval":
+            lm_eval(lab, records, 40 if args.quick else 200, 8 if args.quick else 40)
         else:
-            generation(lab, records, -(-prompts // 4) * 4)
+            generation(lab, records, -(-prompts // 4) * 4, ALTERNATIVES[:1] if args.quick else ALTERNATIVES)
 
 
 if __name__ == "__main__":

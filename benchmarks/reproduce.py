@@ -69,9 +69,9 @@ PARTS = (
     Part("context", "numerics", "context", (120, 3000), False, CPU),
     Part("sources", "numerics", "sources", (60, 900), False, CPU),
     Part("table1", "quality", "perplexity", (15, 30), True, CUDA),
-    Part("table1", "quality", "perplexity", (60, 300), None),
-    Part("table1", "quality", "recall", (60, 1800), None),
-    Part("table2", "quality", "generation", (60, 150), None),
+    Part("table1", "quality", "perplexity", (40, 300), None),
+    Part("table1", "quality", "recall", (40, 1800), None),
+    Part("table2", "quality", "generation", (50, 150), None),
 )
 
 
