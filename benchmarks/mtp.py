@@ -178,9 +178,10 @@ def _share_first_difference(got: Sequence[Generation], want: Sequence[Generation
 # ---- acceptance and speed
 
 
-def llm(options: argparse.Namespace, depth: int, acceptance: str = "exact", **more: Any) -> LLM:
+def llm(options: argparse.Namespace, depth: int, acceptance: str = "exact", how_deep: str = "fixed") -> LLM:
+    more: dict[str, Any] = {}
     if depth:
-        more |= {"num_speculative_tokens": depth, "speculative_acceptance": acceptance}
+        more = {"num_speculative_tokens": depth, "speculative_acceptance": acceptance, "speculative_depth": how_deep}
     size = {"cuda": 2 << 30, "cpu": 96 << 20}[options.device]
     return LLM(options.models[0], device=options.device, cache_memory_bytes=size, max_num_seqs=64, **more)
 
@@ -201,16 +202,21 @@ def acceptance(records: Records, options: argparse.Namespace) -> None:
 
 def speed(records: Records, options: argparse.Namespace) -> None:
     base: dict[tuple[float, int], float] = {}
-    for how, depth in (("exact", 0), *(("exact", k) for k in options.depths), *(("ratio", k) for k in options.depths)):
-        server = llm(options, depth, how)
+    depths = options.depths
+    cases = [("exact", 0, "fixed"), *((how, depth, "fixed") for how in ("exact", "ratio") for depth in depths)]
+    for how, depth, how_deep in (*cases, ("exact", depths[-1], "adaptive")):
+        server = llm(options, depth, how, how_deep)
         for temperature in (0.0, 1.0):
             if how == "ratio" and not temperature:
                 continue  # greedy acceptance is the same
             for batch in options.batches:
-                found = timed(server, prompts(64)[:batch], temperature, options.tokens)
+                texts = prompts(64)[:batch]
+                if how_deep == "adaptive":  # both ways are timed first
+                    timed(server, texts, temperature, 96)
+                found = timed(server, texts, temperature, options.tokens)
                 rate = base.setdefault((temperature, batch), found["tokens_per_s"])
                 found = {
-                    "acceptance": how, "temperature": temperature, "batch": batch, "depth": depth,
+                    "acceptance": how, "temperature": temperature, "batch": batch, "depth": depth, "adaptive": how_deep == "adaptive",
                     "speed_up": round(found["tokens_per_s"] / rate, 3), **found,
                 }  # fmt: skip
                 records.write(part="speed", model=options.models[0], where=options.device, **found)

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from engine.config import ACCEPTANCES, CACHE_FORMATS, DTYPES, EngineConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from engine.config import ACCEPTANCES, CACHE_FORMATS, DEPTHS, DTYPES, EngineConfig, ParallelConfig, SchedulerConfig, ServerConfig
 from engine.errors import ConfigError
 
 DEMO_MODEL = "demo"
@@ -20,6 +20,7 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "policy": ("fcfs", "priority"),
     "speculative_acceptance": ACCEPTANCES,
+    "speculative_depth": DEPTHS,
 }
 HELP = {
     "model": "local folder or hub id (default: the bundled demo model)",
@@ -40,6 +41,7 @@ HELP = {
     "async_scheduling": "prepare the next step while one runs",
     "num_speculative_tokens": "draft tokens per step from the model's MTP layer (0: off)",
     "speculative_acceptance": "exact: the tokens are those without speculation; ratio: the same distribution, more drafts accepted",
+    "speculative_depth": "adaptive: no drafts at sizes of batches where they measure slower; auto: adaptive under exact acceptance",
     "simulate_world": "dp=N,tp=N,ep=N: time one rank of that deployment alone, with --load-format dummy; tokens mean nothing",
     "seed": "of requests that bring none",
     "fidelity_fraction": "part of the steps in which attention is compared with exact attention, per layer (0: off)",

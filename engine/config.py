@@ -10,6 +10,7 @@ from engine.errors import ConfigError
 CACHE_FORMATS = ("auto", "fp8", "bf16", "fp32")
 DTYPES = ("auto", "float32", "bfloat16")
 ACCEPTANCES = ("exact", "ratio")
+DEPTHS = ("auto", "adaptive", "fixed")
 MAX_SPECULATIVE_TOKENS = 3
 MAX_NUM_SEQS = 1 << 16  # every rank keeps tables of so many rows
 
@@ -98,6 +99,8 @@ class EngineConfig:
     fp8_dispatch: rows travel to FP8 experts of other ranks as those quantize them: half the bytes, the same results
     speculative_acceptance: exact (drafts that equal the token the plain path samples) or ratio (min(1, p / q): the same
         distribution, more accepted drafts, other tokens than without speculation); see engine/speculative.py
+    speculative_depth: adaptive (none for sizes of batches where drafts are measured not to pay; engine/draft_depth.py) or fixed;
+        auto is adaptive under exact acceptance and fixed under ratio acceptance, where a seeded text depends on the depth
     fidelity_fraction: part of the steps in which attention is compared with exact attention (engine/fidelity.py); 0 is off
     """
 
@@ -119,6 +122,7 @@ class EngineConfig:
     async_scheduling: bool = True
     num_speculative_tokens: int = 0
     speculative_acceptance: str = "exact"
+    speculative_depth: str = "auto"
     simulate_world: str = ""
     seed: int = 0
     fidelity_fraction: float = 0.0
@@ -143,6 +147,12 @@ class EngineConfig:
         _choice("speculative_acceptance", self.speculative_acceptance, ACCEPTANCES)
         if self.speculative_acceptance == "ratio" and not self.num_speculative_tokens:
             raise ConfigError("speculative_acceptance: ratio is for drafts, and num_speculative_tokens is 0: there are none")
+        _choice("speculative_depth", self.speculative_depth, DEPTHS)
+        if self.speculative_acceptance == "ratio" and self.speculative_depth == "adaptive":
+            raise ConfigError(
+                "speculative_depth: under ratio acceptance a seeded request's text depends on the depth, so it must not follow the "
+                "load: take fixed, or exact acceptance"
+            )
         _at_least("seed", self.seed, 0)
         if self.scheduler.max_num_batched_tokens <= self.num_speculative_tokens:
             raise ConfigError(
@@ -159,6 +169,11 @@ class EngineConfig:
             raise ConfigError("fp8_dispatch: one rank has all experts, so no row travels; leave it off")
         if self.simulated is not None and self.parallel.world_size > 1:
             raise ConfigError(f"simulate_world: runs in one process, but dp * tp is {self.parallel.world_size}; make both 1")
+
+    @property
+    def adaptive_drafts(self) -> bool:
+        """Whether the depth of drafts follows what is measured."""
+        return self.speculative_depth != "fixed" and self.speculative_acceptance == "exact"
 
     @property
     def simulated(self) -> ParallelConfig | None:

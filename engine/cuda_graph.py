@@ -207,7 +207,14 @@ class GraphRunner:
             lines, positions = lines + accepted, positions + accepted
         rows = DraftRows(lines, self._rows[:size], positions, self._num_slots[:size], self._block_table[:size])
         next_ids = self._next_ids[: size * query_len]
-        self._drafter.draft(self._static_batch(size, query_len), hidden, next_ids, accepted, rows, depth=self._drafter.depth)
+        depth = self.draft_depth(query_len)
+        self._drafter.draft(self._static_batch(size, query_len), hidden, next_ids, accepted, rows, depth=depth)
+
+    def draft_depth(self, query_len: int) -> int:
+        """Drafts that the graph behind a step of so many lines makes: none where nothing was drafted before, so that a batch
+        for which speculation is off only keeps the draft layer up to date."""
+        assert self._drafter is not None
+        return self._drafter.depth if query_len > 1 else 0
 
     def _static_batch(self, size: int, query_len: int) -> ForwardBatch:
         lines = size * query_len

@@ -267,6 +267,7 @@ def assemble_core(config: EngineConfig, executor: Executor, info: WorkerInfo, pa
         max_model_len=info.max_model_len,
         vocab_size=info.model_config.vocab_size,
         num_speculative_tokens=config.num_speculative_tokens,
+        adaptive_drafts=config.adaptive_drafts,
         dp_rank=parallel.dp_rank,
         seed=config.seed + parallel.dp_rank,  # replicas must not draw the same noise
     )

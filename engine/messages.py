@@ -153,6 +153,7 @@ class ReplicaStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     spec_drafts: int = 0
     spec_draft_tokens: int = 0
     spec_accepted_per_pos: list[int] = []
+    spec_depth: int = 0  # drafts made behind the latest step
     step_seconds: float = 0.0
     model_seconds: float = 0.0
     fidelity_steps: int = 0  # steps in which the fidelity probe compared

@@ -326,8 +326,12 @@ class ModelRunner:
         rows = inputs.draft_rows
         depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
         sequences = self._sequences_to_replay(plan)
-        graphs = self._graphs if sequences is not None and depth == self._drafter.depth else None
-        if graphs is not None and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows):
+        graphs = self._graphs if sequences is not None else None
+        if (
+            graphs is not None
+            and depth == graphs.draft_depth(plan.query_len)
+            and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows)
+        ):
             return
         if accepted is not None:
             count = len(plan.decodes)

@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 from engine.block_manager import BLOCK_SIZE, BlockManager, blocks_for
 from engine.config import SchedulerConfig
+from engine.draft_depth import DraftDepth
 from engine.errors import ConfigError, RequestRejected, WorkerFailed
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
 from engine.plan import RowResult, SequenceStep, StepPlan, StepResult
@@ -76,6 +77,7 @@ class Scheduler:
     """Scheduler of one replica. Not thread-safe; `add`, `abort`, `schedule` and `update` are called from one loop.
 
     seed: makes the seeds of requests that bring none reproducible; None draws them at random
+    adaptive_drafts: no drafts for sizes of batches where they were measured not to pay (engine/draft_depth.py)
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         num_speculative_tokens: int = 0,
+        adaptive_drafts: bool = False,
         dp_rank: int = 0,
         seed: int | None = None,
     ) -> None:
@@ -97,6 +100,9 @@ class Scheduler:
         self._limits = RequestLimits(max_model_len, blocks.num_blocks * BLOCK_SIZE, vocab_size)
         self._num_speculative_tokens = num_speculative_tokens
         self._draft_depth = 0  # drafts the ranks make after the latest plan
+        self._depth = DraftDepth(
+            num_speculative_tokens, adaptive=adaptive_drafts and num_speculative_tokens > 0, max_batch=config.speculative_max_batch
+        )
         # The draft pass after a step writes up to this many positions beyond the step's last token.
         self._draft_slots = max(num_speculative_tokens - 1, 0)
         self._chunk_limit = config.prefill_chunk or config.max_num_batched_tokens
@@ -196,10 +202,11 @@ class Scheduler:
         prefills = [self._prefill_step(chunk) for chunk in chunks]
         wants_prefill = bool(self._waiting) or any(not request.decoding for request in prefilling)
         if not decodes and not prefills:
+            self._depth.interrupt()
             return StepPlan(step=self._num_steps, wants_prefill=wants_prefill)
         requests += [chunk.request for chunk in chunks]
-        most = self._config.speculative_max_batch
-        self._draft_depth = 0 if most and len(self._running) > most else self._num_speculative_tokens
+        drafts = any(request.max_drafts for _, request in self._running)
+        self._draft_depth = self._depth.choose(len(self._running)) if drafts else 0
         plan = StepPlan(
             step=self._num_steps,
             decodes=decodes,
@@ -399,7 +406,7 @@ class Scheduler:
             raise WorkerFailed(f"step {flight.step} is due; got the result of step {result.step} for plan {plan.step}")
         self._model_seconds += result.model_seconds
         rows = {row.row: row for row in result.rows}
-        now = time.time()
+        now, before = time.time(), self._generation_tokens
         outputs: list[TokenOutput | RequestFailed] = []
         steps = plan.decodes + plan.prefills if plan.prefills else plan.decodes
         for request, step in zip(flight.requests, steps):
@@ -420,6 +427,11 @@ class Scheduler:
                 outputs.append(self._accept(request, step, row, now))
             elif request.state is _RUNNING:
                 self._register(request, step.num_computed + step.num_tokens)
+        if plan.prefills:
+            self._depth.interrupt()
+        else:
+            num_tokens = self._generation_tokens - before
+            self._depth.observe(len(plan.decodes), plan.query_len > 1, num_tokens, time.perf_counter())
         return outputs
 
     def _accept(self, request: Request, step: SequenceStep, row: RowResult, now: float) -> TokenOutput:
@@ -501,5 +513,6 @@ class Scheduler:
             spec_drafts=self._spec_drafts,
             spec_draft_tokens=self._spec_draft_tokens,
             spec_accepted_per_pos=list(self._spec_accepted_per_pos),
+            spec_depth=self._draft_depth,
             model_seconds=self._model_seconds,
         )

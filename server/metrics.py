@@ -93,6 +93,7 @@ _STATS_GAUGES = {
     "reserved_tokens": ("reserved_tokens", "Prompt and output tokens that open requests may use"),
     "cache_blocks": ("num_blocks", "Cache blocks"),
     "cache_blocks_free": ("num_free_blocks", "Cache blocks without content"),
+    "spec_decode_depth": ("spec_depth", "Drafts made behind the latest step"),
     "cache_blocks_reusable": ("num_cached_blocks", "Cache blocks of known prefixes that no live request uses"),
 }
 

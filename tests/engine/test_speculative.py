@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,16 +32,21 @@ def test_same_tokens_with_the_model_s_own_head(variant: str) -> None:
         dict(max_num_seqs=6, max_num_batched_tokens=64),
         dict(num_cache_blocks=16, max_num_batched_tokens=48),
         dict(speculative_max_batch=4),
+        dict(toggle=3),
     ],
-    ids=["chunks", "preemption", "adaptive"],
+    ids=["chunks", "preemption", "small batches", "toggled"],
 )
 def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[str, int]) -> None:
     """Long accepted runs cross block borders, stop tokens, max_tokens and preemptions. Reports M02, M13: ends at the same
     token, and no slot of a rejected draft is lost."""
-    requests = workload(seed=1)
+    requests, scheduler = workload(seed=1), dict(scheduler)
+    toggle = scheduler.pop("toggle", 0)
     plain = run(engine(str(reference_checkpoint(variant)), 0, **scheduler), requests)
     for depth, wrong_every, asynchronous in ((1, 1000, False), (3, 4, True)):
         core = engine(str(reference_checkpoint(variant)), depth, asynchronous=asynchronous, **scheduler)
+        if toggle:  # drafts come and go every few steps, as they do where they stop to pay
+            steps = itertools.count()
+            core._scheduler._depth.choose = lambda _, depth=depth, steps=steps: depth * (next(steps) // toggle % 2)
         oracle(core, requests, plain, wrong_every)
         got = run(core, requests)
         assert_equal(got, plain, requests)
