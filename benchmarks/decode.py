@@ -12,8 +12,10 @@ time (median of windows), tokens/s per GPU, roofline (sum over parts of the larg
 rate, measured in this run), each operation's and part's time alone, the largest kernels, and two views of the time in which
 the device waits:
 
-    host_gap         share of a step in which no kernel runs, as the profiler saw it: host, launches, gaps inside the graph
-    host_gap_events  share by which a step is longer than the same steps enqueued behind a sleeping device, host far ahead
+    host_gap         share in which no kernel runs, between the first and the last one of a few steps that the profiler saw: host,
+                     launches and gaps inside the graph alike
+    host_gap_events  share of the measured steps' time that lies between the events around each step; dry_steps counts those
+                     whose predecessor had ended before they were enqueued, the only ones for which the device waits
 
 At the end of a world come its ratios: at equal batch, attention's own time with the BF16 cache over that with the FP8 cache;
 at equal memory, tokens/s of the largest batches, beside the ratio that the two rooflines allow.
@@ -55,8 +57,7 @@ from tests.engine.plan_driver import Driver
 WORLDS = {"deepseek_v3.1": ("dp=8,tp=1", "dp=4,tp=2", "dp=1,tp=8"), "kimi_k2": ("dp=16,tp=1",), "longcat_flash": ("dp=8,tp=1",)}
 CONTEXTS = (16384, 32768, 65536, 131072)
 FORMATS = ("fp8", "bf16")
-WARM_STEPS, WINDOWS, WINDOW_STEPS, PROFILED_STEPS = 10, 3, 8, 2
-AHEAD_STEPS, SLEEP_CYCLES = 4, 200_000_000  # steps enqueued behind about 0.1 s of sleep, which covers their launches
+WARM_STEPS, WINDOWS, WINDOW_STEPS, PROFILED_STEPS = 8, 3, 6, 3
 KERNELS_KEPT = 40  # of a step's kernels, by time
 HEADROOM = 2 * BLOCK_SIZE  # tokens by which a sequence grows in all of these steps; it ends at its context
 RESERVED_BYTES = 4 << 30  # for graphs, workspaces and the copies that timing the parts makes
@@ -121,6 +122,17 @@ def least_of_all_ranks(value: int, parallel: ParallelContext, device: torch.devi
     return int(parallel.ep_all_gather(torch.tensor([value], device=device)).min())
 
 
+@dataclass(frozen=True)
+class Finished:
+    """A step whose result was read. at: when, on the host's clock; device: seconds between its events; host: seconds that
+    enqueueing the next step took; ran_dry: whether the device had finished before that was done, and so waited for the host"""
+
+    at: float
+    device: float
+    host: float
+    ran_dry: bool
+
+
 class Steps:
     """Decode steps of one case."""
 
@@ -140,34 +152,18 @@ class Steps:
         """The next step of all sequences."""
         return self.driver.run([self.driver.step_of(row) for row in self.rows])
 
-    def run(self, count: int) -> float:
-        """Seconds of `count` steps, each submitted before the last one's result is read."""
-        start, pending = time.perf_counter(), None
-        for _ in range(count):
-            following = self.enqueue()
+    def run(self, count: int) -> list[Finished]:
+        """`count` steps, each submitted before the last one's result is read, as the engine does."""
+        finished: list[Finished] = []
+        pending: PendingStep | None = None
+        for index in range(count + 1):
+            began, following = time.perf_counter(), self.enqueue() if index < count else None
+            host, ran_dry = time.perf_counter() - began, pending is not None and pending.done
             if pending is not None:
-                pending.wait()
+                device = pending.wait().model_seconds
+                finished.append(Finished(time.perf_counter(), device, host, ran_dry and following is not None))
             pending = following
-        if pending is not None:
-            pending.wait()
-        return time.perf_counter() - start
-
-    def run_ahead(self, count: int) -> tuple[float | None, float]:
-        """(device, host) microseconds a step of `count` steps that the host enqueued while the device slept; None for the
-        device when it woke before the last one was enqueued."""
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(SLEEP_CYCLES)
-        begin.record()
-        start = time.perf_counter()
-        pending = [self.enqueue() for _ in range(count)]
-        host = time.perf_counter() - start
-        slept = not begin.query()
-        end.record()
-        for step in pending:
-            step.wait()
-        end.synchronize()
-        return 1e3 * begin.elapsed_time(end) / count if slept else None, 1e6 * host / count
+        return finished
 
 
 def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[str, Any]:
@@ -177,20 +173,25 @@ def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[
     with recorder.recording(rank.parallel):
         steps.run(1)
     capture_seconds = steps.runner.capture_graphs(show_progress=False, sizes=[case.batch]) if cuda else 0.0
-    steps.run(WARM_STEPS if cuda else 1)
-    windows = [1e6 * steps.run(WINDOW_STEPS) / WINDOW_STEPS for _ in range(WINDOWS if cuda else 1)]
-    step_us = statistics.median(windows)
+    warm, windows, length = (WARM_STEPS, WINDOWS, WINDOW_STEPS) if cuda else (1, 1, 1)
+    finished = steps.run(warm + windows * length)
+    counted = finished[warm - 1 :]  # the device never pauses between windows
+    window_us = [1e6 * (counted[i + length].at - counted[i].at) / length for i in range(0, windows * length, length)]
+    step_us = statistics.median(window_us)
     with torch.inference_mode():
         operations = break_down(recorder.calls, ceilings, case.fmt, rank.device)
     parts = parts_of(operations)
     roofline_us = sum(part["roofline_us"] for part in parts.values())
     return {
         "step_us": step_us,
-        "window_us": windows,
+        "window_us": window_us,
         "tokens_per_s_per_gpu": 1e6 * case.batch / rank.parallel.tp / step_us,
         "roofline_us": roofline_us,
         "roofline_share": roofline_us / step_us,
-        **(waiting(steps, step_us) if cuda else {}),
+        "host_us": 1e6 * statistics.median(step.host for step in counted),
+        "host_gap_events": max(0.0, 1.0 - sum(step.device for step in counted[1:]) / (counted[-1].at - counted[0].at)),
+        "dry_steps": sum(step.ran_dry for step in counted[1:]),
+        **(profiled(steps) if cuda else {}),
         "parts": parts,
         "operations": [asdict(operation) | {"roofline_us": operation.roofline_us} for operation in operations],
         "collectives_share": parts.get("collectives", {"us": 0.0})["us"] / step_us,
@@ -198,16 +199,13 @@ def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[
     }
 
 
-def waiting(steps: Steps, step_us: float) -> dict[str, Any]:
-    """What a CUDA device does in a step of `step_us`, and how long it waits."""
-    device_us, host_us = steps.run_ahead(AHEAD_STEPS)
-    timeline = profile(lambda: steps.run(1), PROFILED_STEPS)
+def profiled(steps: Steps) -> dict[str, Any]:
+    """What a CUDA device does in a step, kernel by kernel."""
+    timeline = profile(lambda: steps.run(PROFILED_STEPS), PROFILED_STEPS)
     return {
-        "host_gap": max(0.0, 1.0 - timeline.busy_us / step_us),
-        "host_gap_events": None if device_us is None else max(0.0, 1.0 - device_us / step_us),
+        "host_gap": 1.0 - timeline.busy_us / timeline.us,
         "busy_us": timeline.busy_us,
-        "device_us": device_us,
-        "host_us": host_us,
+        "profiled_us": timeline.us,
         "kernels": [(name, us, launches, component_of(name)) for name, us, launches in timeline.kernels[:KERNELS_KEPT]],
     }
 

@@ -22,7 +22,7 @@ def in_step(line: Line) -> dict[str, float]:
     found = dict.fromkeys(PARTS, 0.0)
     for _, us, _, part in line["kernels"]:
         found[part] += us / 1e3
-    found["no kernel runs"] = max(0.0, line["step_us"] - line["busy_us"]) / 1e3
+    found["no kernel runs"] = (line["profiled_us"] - line["busy_us"]) / 1e3
     return found
 
 

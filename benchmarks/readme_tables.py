@@ -64,8 +64,9 @@ def step(results: Path) -> list[str] | None:
 
 
 def step_table(line: Line) -> list[str]:
-    """Components in the order of their kernels' time, each followed by the largest of them. What overlaps counts in both."""
-    us = line["step_us"]
+    """Components in the order of their kernels' time, each followed by the largest of them. Of kernels that overlap the time
+    goes to the earlier one, so that everything adds up to the profiled step."""
+    us = line["profiled_us"]
     parts = {name: part["roofline_us"] for name, part in line["parts"].items()}
     kernels: dict[str, list[tuple[str, float, float]]] = {}
     for name, spent, launches, part in line["kernels"]:
@@ -82,17 +83,15 @@ def step_table(line: Line) -> list[str]:
         for name, spent, count in kernels[part][:KERNELS_OF_A_PART]:
             if spent >= SMALL * us:
                 rows.append((f"`{short(name)}`", round(count), f"{spent / 1e3:.2f}", percent(spent / us), "", ""))
-    gaps = [f"{100 * line['host_gap']:.1f} % (profiler)"]
-    if line["host_gap_events"] is not None:
-        gaps.append(f"{100 * line['host_gap_events']:.1f} % (events)")
+    gaps = f"{100 * line['host_gap']:.1f} % (profiler) and {100 * line['host_gap_events']:.1f} % (events)"
     waits = us - line["busy_us"]
     rows.append(("no kernel runs", "", f"{max(0.0, waits) / 1e3:.2f}", percent(max(0.0, waits) / us), "", ""))
     rows.append(
-        ("**step**", round(sum(count for _, _, count, _ in line["kernels"])), f"**{us / 1e3:.2f}**", "", f"{line['roofline_us'] / 1e3:.2f}", percent(line["roofline_share"]))
+        ("**step**", round(sum(count for _, _, count, _ in line["kernels"])), f"**{us / 1e3:.2f}**", "", f"{line['roofline_us'] / 1e3:.2f}", percent(line["roofline_us"] / us))
     )  # fmt: skip
     text = (
         f"{world(line)}: {line['format'].upper()} cache, {line['batch']} sequences of {thousands(line['context'])} tokens, "
-        f"{line['tokens_per_s_per_gpu']:.0f} tokens/s per GPU; host gap {' and '.join(gaps)}; {source(line)}."
+        f"{line['step_us'] / 1e3:.1f} ms a step, {line['tokens_per_s_per_gpu']:.0f} tokens/s per GPU; host gap {gaps}; {source(line)}."
     )
     return [text, "", *markdown(("component, kernel", "launches", "ms", "of the step", "roofline ms", "of its roofline"), rows)]
 

@@ -46,7 +46,7 @@ KERNELS = (  # part -> the start of its kernels' names; the first match counts
     ("sampling", r"choose_|draw_"),
     ("collectives", r"nccl"),
 )
-WARM, MEASURED = 5, 7  # replays; the same on all ranks, whose collectives must pair up
+WARM, MEASURED = 3, 5  # replays; the same on all ranks, whose collectives must pair up
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ class Recorder:
 
     def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._inside:
+            alone = name.startswith("tp_") and args[0].tp == 1  # a collective of one rank, which does nothing
+            if self._inside or alone:
                 return original(*args, **kwargs)
             self._inside = True
             try:
@@ -285,8 +286,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a device did in a few steps. busy_us: per step, with some kernel running; kernels: (name, us, launches) per step."""
+    """What a device did in a few steps. us: a step, from the first kernel of the first to the last one of the last;
+    busy_us: of it, with some kernel running; kernels: (name, us, launches) of a step, the times adding up to busy_us.
 
+    Kernels overlap: most are launched early and wait inside for the one before. So a kernel's time begins when the one that
+    ran already has ended.
+    """
+
+    us: float
     busy_us: float
     kernels: list[tuple[str, float, float]]
 
@@ -296,11 +303,15 @@ class Timeline:
         if not spans:
             raise RuntimeError("the profiler saw no kernel: is CUPTI there, and does another profiler hold it?")
         sums: dict[str, tuple[float, int]] = {}
+        spans = sorted(spans, key=lambda span: (span.begin, span.end))
+        busy, reached = 0.0, spans[0].begin
         for span in spans:
+            own = max(0.0, span.end - max(span.begin, reached))
+            busy, reached = busy + own, max(reached, span.end)
             us, count = sums.get(span.name, (0.0, 0))
-            sums[span.name] = (us + span.end - span.begin, count + 1)
+            sums[span.name] = (us + own, count + 1)
         ranked = sorted(((name, us / steps, count / steps) for name, (us, count) in sums.items()), key=lambda item: -item[1])
-        return Timeline(covered([(span.begin, span.end) for span in spans]) / steps, ranked)
+        return Timeline((reached - spans[0].begin) / steps, busy / steps, ranked)
 
 
 def profile(step: Callable[[], object], steps: int) -> Timeline:
@@ -324,12 +335,3 @@ def spans_on(events: Iterable[Any], device: torch.autograd.DeviceType) -> list[S
 def component_of(kernel: str) -> str:
     """The part a kernel's time belongs to; "other" for torch's copies, fills and index operations, and for sampling."""
     return next((part for part, pattern in KERNELS if re.match(pattern, kernel)), "other")
-
-
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

@@ -64,6 +64,11 @@ class PendingStep:
     speculates: bool = False  # whether the copies hold the accepted drafts of each decode sequence, after the tokens
     compared: bool = False  # whether the copies end with the layers' attention errors
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has finished the step."""
+        return self.copies.done
+
     def tokens(self) -> list[int]:
         """Sampled tokens in the order of sampled_rows, -1 for a broken line."""
         return self.copies.wait()[0].tolist()

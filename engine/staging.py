@@ -51,6 +51,11 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or self._event.query()
+
     def wait(self) -> list[torch.Tensor]:
         if self._event is not None:
             self._event.synchronize()

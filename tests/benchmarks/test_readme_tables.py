@@ -26,7 +26,7 @@ def decode_line(**changes: Any) -> dict[str, Any]:
     part = {"calls": 1, "us": 10e3, "roofline_us": 8e3, "bytes": 1, "flops": 1}
     line = STATE | {
         "figure": "decode", "shape": "deepseek_v3.1", "dp": 8, "tp": 1, "format": "fp8", "context": 32768, "batch": 16, "kind": "given",
-        "step_us": 40e3, "busy_us": 39e3, "device_us": 39.6e3, "roofline_us": 30e3, "roofline_share": 0.75, "tokens_per_s_per_gpu": 400.0,
+        "step_us": 40e3, "busy_us": 39e3, "profiled_us": 40e3, "roofline_us": 30e3, "roofline_share": 0.75, "tokens_per_s_per_gpu": 400.0,
         "host_gap": 0.025, "host_gap_events": 0.01, "operations": [], "parts": {"attention": part, "experts": part | {"us": 22e3}},
         "kernels": [
             ["stream_fp8_16", 20e3, 116, "experts"], ["mla_decode_fp8", 12e3, 61, "attention"],
