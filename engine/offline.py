@@ -9,6 +9,7 @@ output is complete are not run again.
 from __future__ import annotations
 
 import argparse
+import codecs
 import contextlib
 import fcntl
 import hashlib
@@ -71,9 +72,11 @@ class InputLine:
 
 
 def read_lines(path: Path) -> Iterator[InputLine]:
-    """All lines that are not blank."""
+    """All lines that are not blank; the mark that some editors put before a text's first byte is no part of it."""
     with path.open("rb") as file:
         for number, raw in enumerate(file, 1):
+            if number == 1:
+                raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
                 yield InputLine(number, raw.strip())
 
@@ -130,6 +133,19 @@ class Request:
         if not isinstance(value.get("body"), dict):
             raise RequestRejected("body: must be a JSON object", param="body")
         self.body, self.kind = value["body"], URLS[url]  # type: ignore[assignment]
+
+
+def check_defaults(defaults: dict[str, Any]) -> None:
+    """Raises ConfigError for body fields that neither a prompt nor a chat could have."""
+    message = {"role": "user", "content": "x"}
+    for kind, least in ((ChatCompletionRequest, {"messages": [message]}), (CompletionRequest, {"prompt": "x"})):
+        try:
+            parse_request(kind, least | defaults)
+        except RequestRejected as error:
+            problem = error
+        else:
+            return
+    raise ConfigError(f"--defaults: {problem}") from problem
 
 
 def _checked_id(value: Any) -> str | None:
@@ -375,6 +391,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--defaults: is not JSON: {error}") from error
     if not isinstance(defaults, dict):
         raise ConfigError("--defaults: must be a JSON object of body fields")
+    check_defaults(defaults)
     if args.max_in_flight < 0:
         raise ConfigError(f"--max-in-flight: must be at least 0, got {args.max_in_flight}")
     if not args.input.is_file():

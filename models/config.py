@@ -130,13 +130,19 @@ def load_model_config(folder: Path) -> ModelConfig:
         raise ModelConfigError(f"{path}: no such file; a model folder needs the published config.json")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of other encodings, and of numbers with thousands of digits
         raise ModelConfigError(f"{path}: not valid JSON ({error})") from error
     if not isinstance(raw, dict):
         raise ModelConfigError(f"{path}: expected a JSON object, got {type(raw).__name__}")
-    return translate_config(raw)
+    try:
+        return translate_config(raw)
+    except ModelConfigError as error:
+        raise ModelConfigError(f"{path}: {error}") from error
 
 
+_MOST = 1 << 24  # of any size in a config.json; published ones end below 200,000
+_MOST_LAYERS = 1 << 10  # a layer is an object each, so a wrong number would cost hours before anything notices
+_MOST_EXPERTS = 1 << 14
 _TRANSLATORS = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
@@ -181,7 +187,7 @@ class _Fields:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw = raw
 
-    def integer(self, name: str, default: int | None = None, low: int = 1) -> int:
+    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = _MOST) -> int:
         value = self.raw.get(name, default)
         if value is None:
             value = default
@@ -189,6 +195,8 @@ class _Fields:
             raise ModelConfigError(f"{name}: missing from config.json")
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise ModelConfigError(f"{name}: must be a whole number of at least {low}, got {value!r}")
+        if value > high:
+            raise ModelConfigError(f"{name}: at most {high} are supported, got {value!r:.30}")
         return value
 
     def number(self, name: str, default: float | None = None, zero: bool = False) -> float:
@@ -256,7 +264,7 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
         "softmax_scale": (nope + rope_dim) ** -0.5 * (rope.yarn.softmax_factor if rope.yarn else 1.0),
         "latent_norm_eps": 1e-6,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
-        "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, low=0),
+        "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, low=0, high=_MOST_LAYERS),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
         "quantization": _quantization(fields),
         "bos_token_id": fields.raw.get("bos_token_id"),
@@ -267,7 +275,7 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
 def _deepseek(fields: _Fields, architecture: str) -> ModelConfig:
     """DeepSeek-V2 and V2-Lite; DeepSeek-V3, V3.1, R1, Kimi-K2 and Moonlight."""
     fields.require("rope_interleave", True)
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.integer("num_hidden_layers", high=_MOST_LAYERS)
     is_v3 = architecture == "DeepseekV3ForCausalLM"
     return ModelConfig(
         **_shared_fields(fields, "deepseek", architecture),
@@ -297,7 +305,7 @@ def _deepseek_moe(fields: _Fields, is_v3: bool) -> MoEConfig:
         groups, top_groups = (fields.integer("n_group"), fields.integer("topk_group")) if limited else (1, 1)
     width = fields.integer("moe_intermediate_size")
     moe = MoEConfig(
-        num_experts=fields.integer("n_routed_experts"),
+        num_experts=fields.integer("n_routed_experts", high=_MOST_EXPERTS),
         num_zero_experts=0,
         top_k=fields.integer("num_experts_per_tok"),
         expert_intermediate_size=width,
@@ -322,11 +330,11 @@ def _longcat(fields: _Fields, architecture: str) -> ModelConfig:
     shared = _shared_fields(fields, "longcat", architecture)
     if shared["q_lora_rank"] is None:
         raise ModelConfigError("q_lora_rank: LongCat-Flash needs query compression, config.json has none")
-    layers = fields.integer("num_layers")
+    layers = fields.integer("num_layers", high=_MOST_LAYERS)
     hidden = shared["hidden_size"]
     moe = MoEConfig(
-        num_experts=fields.integer("n_routed_experts"),
-        num_zero_experts=fields.integer("zero_expert_num", 0, low=0),
+        num_experts=fields.integer("n_routed_experts", high=_MOST_EXPERTS),
+        num_zero_experts=fields.integer("zero_expert_num", 0, low=0, high=_MOST_EXPERTS),
         top_k=fields.integer("moe_topk"),
         expert_intermediate_size=fields.integer("expert_ffn_hidden_size"),
         shared_intermediate_size=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import json
 import os
@@ -17,7 +18,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.hub import resolve_model
 from engine.messages import AddRequest, RequestFailed, TokenOutput
-from engine.offline import BatchRunner, InputLine, OutputFile, main, read_lines
+from engine.offline import BatchRunner, InputLine, OutputFile, check_defaults, main, read_lines
 from engine.served_model import ServedModel
 from tests.engine.fake_engine import FakeEngine
 
@@ -113,6 +114,16 @@ def test_defaults_fill_what_lines_leave_out(tmp_path: Path) -> None:
     assert [record["response"]["body"]["usage"]["completion_tokens"] for record in records] == [2, 1]
 
 
+def test_defaults_of_either_kind_of_line_are_taken() -> None:
+    check_defaults({"max_tokens": 3, "echo": True})
+    check_defaults({"chat_template_kwargs": {"thinking": True}})
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    records = run(tmp_path, [codecs.BOM_UTF8 + encoded("a")[0], *encoded("b")])
+    assert [record["error"] for record in records] == [None, None]
+
+
 def test_failures_of_the_engine_stay_in_their_line(tmp_path: Path) -> None:
     """Report T13: a failed request and an id outside the vocabulary; all other lines are answered."""
 
@@ -188,6 +199,8 @@ def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
         (["--input", "absent.jsonl"], "no such file"),
         (["--defaults", "{"], "--defaults"),
         (["--defaults", "[]"], "--defaults"),
+        (["--defaults", '{"max_tokns": 3}'], "--defaults: max_tokns"),
+        (["--defaults", '{"temperature": "hot"}'], "--defaults: temperature"),
         (["--dp", "2"], "one process"),
         (["--max-in-flight", "-1"], "--max-in-flight"),
         (["--output", "in.jsonl"], "is the input"),

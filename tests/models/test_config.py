@@ -122,6 +122,9 @@ def test_both_spellings_of_the_rope_fields() -> None:
         ({"kv_lora_rank": None}, "kv_lora_rank: missing"),
         ({"kv_lora_rank": "512"}, "kv_lora_rank: must be a whole number"),
         ({"hidden_size": 0}, "hidden_size: must be a whole number of at least 1"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: at most 1024 are supported, got 10000000"),
+        ({"hidden_size": 10**400}, "hidden_size: at most"),
+        ({"n_routed_experts": 10**9}, "n_routed_experts: at most"),
         ({"qk_rope_head_dim": 0}, "qk_rope_head_dim"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "type 'linear'"),
@@ -161,9 +164,12 @@ def test_config_files(tmp_path) -> None:
         ("[]", "expected a JSON object"),
         ("\x00\xff", "not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
+        (f'{{"vocab_size": {"9" * 5000}}}', "not valid JSON"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "architectures: 'LlamaForCausalLM'"),
     ):
         path.write_bytes(text.encode("latin-1"))
-        with pytest.raises(ModelConfigError, match=named):
+        with pytest.raises(ModelConfigError, match=named) as error:
             load_model_config(tmp_path)
+        assert str(path) in str(error.value)
     path.write_text(json.dumps(V3))
     assert load_model_config(tmp_path).vocab_size == 129280
