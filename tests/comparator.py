@@ -98,12 +98,13 @@ def assert_same_generations(
     """Check that `got` are the tokens of `want` up to rounding; returns their differences and how many tokens were equal.
 
     noise: measured between two configurations that differ by rounding alone (other activation dtype, other batch sizes).
-    The pair's own differences may be twice as large, in the median, at the 99th percentile and at most; a token may differ
-    where the reference's two best are closer than twice the largest noise, and the rest of that continuation is not compared.
+    The pair's own differences may be twice as large, at the 99th percentile and at most (the median says nothing: kernels
+    that happen to be the same make it zero); a token may differ where the reference's two best are closer than twice the
+    largest noise, and the rest of that continuation is not compared.
     Raises AssertionError with the figures of both.
     """
     found = Differences.between(got, want)
-    for name in ("median", "p99", "largest"):
+    for name in ("p99", "largest"):
         allowed = 2 * max(getattr(noise, name), _SMALLEST_NOISE)
         assert getattr(found, name) <= allowed, f"{label}{name} of {found}, allowed {allowed:.4f} by {noise}"
     equal = 0
