@@ -450,10 +450,11 @@ class ModelRunner:
         prefill = None
         if prefills:
             context = [
-                ContextPiece(starts, cu_lens, int(lens.sum()), int(lens.max()))
+                ContextPiece(starts, cu_lens, int(lens.sum()), int(lens.max()), lens.tolist())
                 for starts, cu_lens, (_, lens) in zip(context_parts[::2], context_parts[1::2], pieces)
             ]
-            prefill = PrefillMetadata(self._table_of(d_prefill_rows, prefill_rows), cu_lens_q, int(chunk_lens.max()), context)
+            table = self._table_of(d_prefill_rows, prefill_rows)
+            prefill = PrefillMetadata(table, cu_lens_q, int(chunk_lens.max()), context, chunk_lens.tolist())
         decode_plan = None
         if decodes:
             decode_plan = ops.plan_decode(d_seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)

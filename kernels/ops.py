@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from kernels.errors import KernelContractError, KernelError
-
 from kernels.layout import (
     Activation,
     BlockScaledWeight,
@@ -288,12 +287,15 @@ def prefill_attention(
     max_len_k: int,
     softmax_scale: float,
     causal: bool,
+    lens_q: list[int] | None = None,
+    lens_k: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expanded attention of packed sequences (Eq. 1 to 4), with lse for merging.
 
     q: [Tq, H, Dqk], k: [Tk, H, Dqk], v: [Tk, H, Dv], all of one dtype, BF16 or FP32
     cu_lens_q, cu_lens_k: int32 [P + 1] cumulative lengths
     causal: query i of a sequence sees its first len_k - len_q + i + 1 keys; otherwise all
+    lens_q, lens_k: the lengths on the host too; where they are None, a GPU waits to read them back
     Returns (out [Tq, H, Dv], lse FP32 [Tq, H]); a row without a visible key gives zeros and -inf.
     """
     op = "prefill_attention"
@@ -306,9 +308,12 @@ def prefill_attention(
     _require(q.dtype == k.dtype == v.dtype and q.dtype in _FLOATS, op, "q, k, v must share BF16 or FP32")
     _require_int32(op, q.device, cu_lens_q=cu_lens_q, cu_lens_k=cu_lens_k)
     _require(cu_lens_q.shape == cu_lens_k.shape, op, "cu_lens_q and cu_lens_k must have one length")
+    for name, lens, rows in (("lens_q", lens_q, q.shape[0]), ("lens_k", lens_k, k.shape[0])):
+        right = lens is None or (len(lens) + 1 == cu_lens_q.shape[0] and sum(lens) == rows)
+        _require(right, op, f"{name} must be the lengths of {cu_lens_q.shape[0] - 1} sequences of {rows} tokens in all")
     return _call(
         op, q.device, q, k, v, cu_lens_q, cu_lens_k,
-        max_len_q=max_len_q, max_len_k=max_len_k, softmax_scale=softmax_scale, causal=causal,
+        max_len_q=max_len_q, max_len_k=max_len_k, softmax_scale=softmax_scale, causal=causal, lens_q=lens_q, lens_k=lens_k,
     )  # fmt: skip
 
 

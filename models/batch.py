@@ -23,12 +23,14 @@ class ContextPiece:
 
     Piece i of every sequence is fetched, expanded and attended at once; parts are merged by lse.
     starts: int32 [P] first cached token; cu_lens: int32 [P + 1]; total, max_len: host integers of cu_lens.
+    lens: [P] tokens of each sequence on the host; without them a GPU waits to read cu_lens back, in every layer.
     """
 
     starts: torch.Tensor
     cu_lens: torch.Tensor
     total: int
     max_len: int
+    lens: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,14 @@ class PrefillMetadata:
     cu_lens_q:   int32 [P + 1]  cumulative chunk lengths
     max_len_q:   longest chunk
     context:     cached tokens before each chunk, in bounded pieces; empty when no chunk has any
+    lens_q:      [P] chunk lengths on the host, as ContextPiece.lens
     """
 
     block_table: torch.Tensor
     cu_lens_q: torch.Tensor
     max_len_q: int
     context: list[ContextPiece] = field(default_factory=list)
+    lens_q: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ products for FP32, whose use is exactness."""
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import torch
 
@@ -23,12 +24,20 @@ def prefill_attention(
     max_len_k: int,
     softmax_scale: float,
     causal: bool,
+    lens_q: list[int] | None = None,
+    lens_k: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See ops.prefill_attention. One fused call a sequence; with several sequences the lengths are read back once."""
-    if cu_lens_q.shape[0] == 2 and (max_len_q, max_len_k) == (q.shape[0], k.shape[0]):
+    """See ops.prefill_attention. One fused call a sequence; several sequences without host lengths have theirs read back."""
+    if lens_q is not None and lens_k is not None:
+        bounds_q, bounds_k = ([0, *accumulate(lens)] for lens in (lens_q, lens_k))
+    elif cu_lens_q.shape[0] == 2 and (max_len_q, max_len_k) == (q.shape[0], k.shape[0]):
         bounds_q, bounds_k = [0, q.shape[0]], [0, k.shape[0]]
     else:
         bounds_q, bounds_k = torch.stack((cu_lens_q, cu_lens_k)).tolist()
+    if len(bounds_q) == 2:
+        only = _one_sequence(q, k, v, softmax_scale, causal)
+        if only is not None and only[0].shape[0] == q.shape[0]:  # every row sees a key: nothing to fill or to put together
+            return only[0].contiguous(), only[1]
     out = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=q.dtype, device=q.device)
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, device=q.device)
     for i in range(len(bounds_q) - 1):

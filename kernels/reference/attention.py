@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 
 _SCORES_PER_TILE = 1 << 24  # bounds the score matrix to 64 MiB
@@ -18,12 +20,15 @@ def prefill_attention(
     max_len_k: int,
     softmax_scale: float,
     causal: bool,
+    lens_q: list[int] | None = None,
+    lens_k: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     heads = q.shape[1]
     out = q.new_zeros(q.shape[0], heads, v.shape[2])
     lse = torch.full((q.shape[0], heads), float("-inf"), device=q.device)
     rows_per_tile = max(1, _SCORES_PER_TILE // (heads * max(1, max_len_k)))
-    edges_q, edges_k = cu_lens_q.tolist(), cu_lens_k.tolist()
+    edges_q = cu_lens_q.tolist() if lens_q is None else [0, *accumulate(lens_q)]
+    edges_k = cu_lens_k.tolist() if lens_k is None else [0, *accumulate(lens_k)]
     for q0, q1, k0, k1 in zip(edges_q, edges_q[1:], edges_k, edges_k[1:]):
         keys, values = k[k0:k1].transpose(0, 1), v[k0:k1].transpose(0, 1)
         before = (k1 - k0) - (q1 - q0)  # keys that precede the first query

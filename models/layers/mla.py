@@ -113,6 +113,7 @@ class MLA:
         out, lse = ops.prefill_attention(
             q, *self._expand(latent, k_rope), prefill.cu_lens_q, prefill.cu_lens_q,
             max_len_q=prefill.max_len_q, max_len_k=prefill.max_len_q, softmax_scale=self.softmax_scale, causal=True,
+            lens_q=prefill.lens_q, lens_k=prefill.lens_q,
         )  # fmt: skip
         for piece in prefill.context:
             cached = ops.fetch_dequant(
@@ -121,6 +122,7 @@ class MLA:
             part = ops.prefill_attention(
                 q, *self._expand(*cached), prefill.cu_lens_q, piece.cu_lens,
                 max_len_q=prefill.max_len_q, max_len_k=piece.max_len, softmax_scale=self.softmax_scale, causal=False,
+                lens_q=prefill.lens_q, lens_k=piece.lens,
             )  # fmt: skip
             out, lse = ops.merge_attention(out, lse, *part)
         return out.flatten(1)

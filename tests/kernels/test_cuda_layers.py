@@ -102,6 +102,8 @@ def test_prefill_attention(dtype: torch.dtype, causal: bool, lens: list[tuple[in
     options = {"max_len_q": max(len_q), "max_len_k": max(len_k), "softmax_scale": 192**-0.5, "causal": causal}
     want = ops.prefill_attention(q.float(), k.float(), v.float(), cu_q, cu_k, **options)
     got = ops.prefill_attention(q.cuda(), k.cuda(), v.cuda(), cu_q.cuda(), cu_k.cuda(), **options)
+    told = ops.prefill_attention(q.cuda(), k.cuda(), v.cuda(), cu_q.cuda(), cu_k.cuda(), **options, lens_q=len_q, lens_k=len_k)
+    assert all(torch.equal(a, b) for a, b in zip(got, told)), "the same lengths from the host"
     assert got[0].dtype == dtype
     assert relative_error(got[0].cpu(), want[0].double()) < (0.005 if dtype == torch.bfloat16 else 1e-5)
     seen = want[1] != -math.inf

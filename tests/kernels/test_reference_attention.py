@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import ops
+from kernels.errors import KernelContractError
 from kernels.reference import attention
 
 
@@ -32,9 +33,12 @@ def test_prefill_attention(causal, tile, monkeypatch) -> None:
     q, kv = torch.randn(sum(lens_q), 3, 20), torch.randn(sum(lens_k), 3, 40)
     k, v = kv[..., :20], kv[..., 20:36]
     cu = [torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32) for n in (lens_q, lens_k)]
-    out, lse = ops.prefill_attention(
-        q, k, v, *cu, max_len_q=max(lens_q), max_len_k=max(lens_k), softmax_scale=0.3, causal=causal
-    )  # fmt: skip
+    sizes = {"max_len_q": max(lens_q), "max_len_k": max(lens_k), "softmax_scale": 0.3, "causal": causal}
+    out, lse = ops.prefill_attention(q, k, v, *cu, **sizes)
+    again = ops.prefill_attention(q, k, v, *cu, **sizes, lens_q=lens_q, lens_k=lens_k)
+    assert torch.equal(out, again[0]) and torch.equal(lse, again[1]), "the same lengths from the host"
+    with pytest.raises(KernelContractError, match="lens_k must be the lengths of 4 sequences of 49 tokens"):
+        ops.prefill_attention(q, k, v, *cu, **sizes, lens_q=lens_q, lens_k=[5, 40, 4])
     for i in range(4):
         rows, keys = slice(cu[0][i], cu[0][i + 1]), slice(cu[1][i], cu[1][i + 1])
         want_out, want_lse = plain_attention(q[rows], k[keys], v[keys], 0.3, causal)
