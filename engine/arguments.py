@@ -8,7 +8,16 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from engine.config import ACCEPTANCES, CACHE_FORMATS, DEPTHS, DTYPES, EngineConfig, ParallelConfig, SchedulerConfig, ServerConfig
+from engine.config import (
+    ACCEPTANCES,
+    CACHE_FORMATS,
+    DEPTHS,
+    DTYPES,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from engine.errors import ConfigError
 
 DEMO_MODEL = "demo"

@@ -101,7 +101,9 @@ class Scheduler:
         self._num_speculative_tokens = num_speculative_tokens
         self._draft_depth = 0  # drafts the ranks make after the latest plan
         self._depth = DraftDepth(
-            num_speculative_tokens, adaptive=adaptive_drafts and num_speculative_tokens > 0, max_batch=config.speculative_max_batch
+            num_speculative_tokens,
+            adaptive=adaptive_drafts and num_speculative_tokens > 0,
+            max_batch=config.speculative_max_batch,
         )
         # The draft pass after a step writes up to this many positions beyond the step's last token.
         self._draft_slots = max(num_speculative_tokens - 1, 0)
