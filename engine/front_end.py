@@ -14,6 +14,7 @@ from engine.errors import WorkerFailed
 from engine.transport import Address
 
 REPORT = "SNAPMLA_REPORT"  # descriptor on which the front end says where workers connect
+EXIT_REFUSED = 2  # a configuration that cannot work: whoever found it has said why
 END_WITHIN_S = 10.0
 
 
@@ -47,11 +48,15 @@ class FrontEndProcess:
     def _watch(self) -> None:
         """End this process when the front end ends unasked."""
         status = self.process.wait()
-        if status or not self.orderly.wait(END_WITHIN_S):
+        if self.orderly.wait(0.0 if status else END_WITHIN_S):
+            return
+        if status != EXIT_REFUSED:
             print(f"the front end ended with status {status}; ending the engine", file=sys.stderr, flush=True)
-            os._exit(1)
+        os._exit(EXIT_REFUSED if status == EXIT_REFUSED else 1)
 
     def kill(self) -> None:
+        """End it and say nothing: this process is about to end as well."""
+        self.orderly.set()
         self.process.kill()
 
     def finish(self) -> int:

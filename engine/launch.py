@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from engine.arguments import DEMO_MODEL, add_engine_arguments, add_server_arguments, engine_config, server_config
 from engine.config import EngineConfig, FrontEndConfig, ParallelConfig, ServerConfig
 from engine.errors import EngineError
-from engine.front_end import FrontEndProcess
+from engine.front_end import EXIT_REFUSED, FrontEndProcess
 from engine.hub import resolve_model
 from engine.place import LIFELINE, RUN_FOLDER, Place
 
@@ -58,7 +58,7 @@ class Supervisor:
         self._workers: list[subprocess.Popen[bytes]] = []
 
     def run(self) -> int:
-        """Exit status: 0 after an orderly stop, else 1."""
+        """Exit status: 0 after an orderly stop, EXIT_REFUSED for a configuration that cannot work, else 1."""
         folder = tempfile.mkdtemp(prefix="snapmla-")
         lifeline, ours = os.pipe()
         try:
@@ -104,7 +104,7 @@ class Supervisor:
                 self._workers[0].send_signal(signal.SIGTERM)
             for rank, worker in [pair for pair in running.items() if pair[1].poll() is not None]:
                 del running[rank]
-                if worker.returncode and deadline == float("inf"):
+                if worker.returncode not in (0, EXIT_REFUSED) and deadline == float("inf"):
                     print(
                         f"rank {rank} ended with {_status(worker.returncode)}; ending the others", file=sys.stderr, flush=True
                     )
@@ -112,8 +112,9 @@ class Supervisor:
                 grace = AFTER_RANK_0_S if rank == 0 else self._grace_s
                 deadline = min(deadline, time.monotonic() + grace)
             if running and time.monotonic() > deadline:
-                return 1
-        return int(any(worker.returncode for worker in self._workers))
+                break
+        statuses = [worker.returncode for worker in self._workers]
+        return EXIT_REFUSED if EXIT_REFUSED in statuses else int(any(status != 0 for status in statuses))
 
     def _kill(self) -> None:
         """SIGTERM, then SIGKILL, to every process of every worker's session."""
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return EXIT_REFUSED
     from engine.replica import run_worker  # loads torch
 
     return run_worker(config, server, folder, place, front_end, began)

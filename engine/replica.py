@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
-from engine.errors import EngineError, RequestRejected
-from engine.executor import Executor, assemble_core, build_worker, create_context
-from engine.front_end import FrontEndProcess
+from engine.errors import ConfigError, EngineError, RequestRejected
+from engine.executor import Executor, assemble_core, build_worker, create_context, resolve_max_model_len
+from engine.front_end import EXIT_REFUSED, FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
     AbortRequest,
@@ -41,6 +41,7 @@ from engine.messages import (
 from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
 from engine.transport import Address, WorkerSocket
+from models.config import ModelConfigError, load_model_config
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 log = logging.getLogger("engine.replica")
@@ -145,6 +146,13 @@ def run_worker(
     heartbeat: Heartbeat | None = None
     status = 0
     threading.Thread(target=_watch_lifeline, daemon=True).start()
+    if front_end is not None:
+        try:
+            _check_model(config, folder)
+        except ConfigError as error:
+            front_end.kill()
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            os._exit(EXIT_REFUSED)
     try:
         threading.Thread(target=_forward_signals, args=(front_end,), daemon=True).start()
         store = _store(place)
@@ -157,17 +165,30 @@ def run_worker(
         heartbeat.report("interpreter", time.monotonic() - began)
         _serve(replace(config, model=str(folder)), place, store, address, heartbeat)
     except Exception as error:  # the worker's outermost loop: whatever it was, the front end hears of it and the tree ends
-        log.error("cannot go on: %s", error, exc_info=not isinstance(error, EngineError))
-        status = 1
+        status = EXIT_REFUSED if isinstance(error, ConfigError) else 1
+        if heartbeat is None or status != EXIT_REFUSED:  # which the front end says, once for all ranks
+            log.error("cannot go on: %s", error, exc_info=not isinstance(error, EngineError))
         if heartbeat is not None:
-            heartbeat.fail(f"{type(error).__name__}: {error}")
+            heartbeat.fail(str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}")
     if status == 0 and heartbeat is not None:
         heartbeat.close()
     if front_end is not None:
-        status = front_end.finish() or status
+        ended = front_end.finish()
+        status = status or ended
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # destructors of process groups could wait for ranks that are gone
+
+
+def _check_model(config: EngineConfig, folder: Path) -> None:
+    """What config.json alone rules out, found by rank 0 before it waits for anybody. Raises ConfigError."""
+    try:
+        model = load_model_config(folder)
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
+    resolve_max_model_len(config, model)
+    if model.num_heads % config.parallel.tp:
+        raise ConfigError(f"tp: {model.num_heads} attention heads do not divide among {config.parallel.tp} ranks")
 
 
 def _store(place: Place) -> dist.Store:

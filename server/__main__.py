@@ -23,6 +23,7 @@ import uvloop
 
 from engine.config import FrontEndConfig
 from engine.errors import EngineError
+from engine.front_end import EXIT_REFUSED, REPORT
 from engine.served_model import ServedModel
 from engine.transport import FrontEndSocket
 from server.app import create_app
@@ -32,8 +33,7 @@ from server.metrics import Metrics
 from server.serving import Serving
 from server.startup import StartupTable
 
-REPORT = "SNAPMLA_REPORT"
-EXIT_FAILED, EXIT_PORT_TAKEN = 1, 98
+EXIT_FAILED = 1
 FLUSH_ERRORS_S = 1.0
 BACKLOG = 2048
 GC_THRESHOLD = 20_000  # new objects before the youngest generation is collected
@@ -170,6 +170,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to rank 0 as well, which passes on SIGTERM
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))  # rank 0 blocked them for itself
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # its start and end are told in other words
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=FrontEndConfig)
     server = config.server
     try:
@@ -179,14 +180,14 @@ def main() -> int:
             f"error: cannot listen on {server.host}:{server.port}: {error.strerror}; choose another --host or --port",
             file=sys.stderr,
         )
-        return EXIT_PORT_TAKEN
+        return EXIT_REFUSED
     if not server.api_keys and not is_loopback(server.host):
         log.warning("listening on %s without an API key: anyone who can reach it may use it; set --api-key", server.host)
     try:
         front_end = FrontEnd(config, http, int(os.environ[REPORT]))
     except EngineError as error:
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_REFUSED
     return uvloop.run(front_end.run())
 
 

@@ -181,10 +181,30 @@ def test_two_servers_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_a_worker_that_fails_while_loading(tmp_path: Path) -> None:
-    """Report D18, D19: the reason is on the screen, the tree ends by itself."""
-    with Launched(PYTHON, "--tp", "2", *SMALL[:2], "--max-model-len", "99999999", log=tmp_path / "log") as launched:
+    """Report D18, D19: the reason is on the screen once, the tree ends by itself with the status of a wrong argument."""
+    with Launched(PYTHON, "--tp", "2", "--num-cache-blocks", str(10**9), log=tmp_path / "log") as launched:
         ends_clean(launched, nonzero=True, limit_s=120)
-        assert "max_model_len" in launched.text()
+        assert launched.process.returncode == 2 and launched.text().count("num_cache_blocks: 1000000000 blocks") == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--dp", "2", "--max-model-len", "99999999"), "error: max_model_len: the model's positions end at"),
+        pytest.param(("--tp", "3"), "error: tp: 8 attention heads do not divide among 3 ranks", marks=pytest.mark.slow),
+        (("--reasoning-parser", "none such"), "error: reasoning_parser: 'none such'"),
+    ],
+)
+def test_what_the_model_rules_out_is_said_before_anything_starts(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    """Report D18: one line that names the option, and the status of a wrong argument."""
+    with Launched(PYTHON, *SMALL[:2], *options, log=tmp_path / "log") as launched:
+        ends_clean(launched, nonzero=True, limit_s=120)
+        first, *lines = launched.text().splitlines()
+        assert launched.process.returncode == 2 and first.startswith("serving the bundled demo model")
+        assert len(lines) == 1 and lines[0].startswith(message), lines
 
 
 @pytest.mark.timeout(400)
