@@ -21,6 +21,7 @@ from engine.plan import Agreement, StepPlan, StepResult
 from engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+_DRAFTS_EVERY = 30.0  # seconds between two log lines about the drafts
 FIDELITY_LIMIT = 0.25  # FP8 attention lies within 0.02 to 0.1 of exact attention on sound data
 
 
@@ -75,6 +76,7 @@ class EngineCore:
         self._step_seconds = 0.0
         self._in_step = False  # still true when a step did not end: the scheduler and the ranks have parted
         self._leak_reported = False
+        self._drafts_reported = (time.perf_counter(), ReplicaStats())  # when, and the totals of then
         self._fidelity = Fidelity()
 
     def add(self, request: AddRequest) -> None:
@@ -121,6 +123,8 @@ class EngineCore:
                 self._fidelity.add(result.attention_errors)
         if not self._scheduler.has_work:
             self._report_leak()
+        if started - self._drafts_reported[0] >= _DRAFTS_EVERY:
+            self._report_drafts(started)
         self._step_seconds += time.perf_counter() - started
         self._in_step = False
         return outputs
@@ -136,6 +140,19 @@ class EngineCore:
             fidelity_mean=mean,
             fidelity_worst=list(seen.worst),
         )
+
+    def _report_drafts(self, now: float) -> None:
+        """Say how many drafts were accepted since the last time, if there were any."""
+        before, stats = self._drafts_reported[1], self._scheduler.stats()
+        self._drafts_reported = (now, stats)
+        verified = stats.spec_drafts - before.spec_drafts
+        if verified:
+            old = before.spec_accepted_per_pos or [0] * len(stats.spec_accepted_per_pos)
+            parts = [(new - then) / verified for new, then in zip(stats.spec_accepted_per_pos, old)]
+            logger.info(
+                "speculation: %s of the drafts accepted by position, %.2f tokens of a sequence in a step, depth now %d",
+                " ".join(f"{part:.3f}" for part in parts), 1 + sum(parts), stats.spec_depth,
+            )  # fmt: skip
 
     def _report_leak(self) -> None:
         """Without requests no block may be in use. If one is, say so once and go on: a leak is no reason to stop serving."""

@@ -377,6 +377,21 @@ def test_lockstep_holds_prompts_until_all_replicas_open_the_step() -> None:
     assert not plans[0].prefills
 
 
+def test_acceptance_is_logged_now_and_then(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, over what was verified since the last line; nothing where nothing was."""
+    monkeypatch.setattr("engine.core._DRAFTS_EVERY", 0.0)
+    host = Host(num_drafts=2)
+    host.add(request("a", 10, 40))
+    with caplog.at_level(logging.INFO, logger="engine.core"):
+        host.run()
+    lines = [record.message for record in caplog.records]
+    stats = host.scheduler.stats()
+    assert len(lines) == stats.spec_drafts > 5
+    accepted = [[float(part) for part in line.split()[1:3]] for line in lines]
+    assert [sum(column) for column in zip(*accepted)] == stats.spec_accepted_per_pos
+    assert all(line.endswith("depth now 2") for line in lines[:-2])
+
+
 def test_a_leak_is_logged_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """Report S07: an accounting error does not kill the engine."""
     host = Host()
