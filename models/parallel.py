@@ -189,19 +189,19 @@ class SimulatedContext(ParallelContext):
         (padding) and num_experts .. num_choices - 1 (zero-computation experts) stay.
         """
         table, offsets = _twins(self.world_size, num_experts, num_choices, ids.device)
-        return table.index_select(0, (ids + offsets).flatten()).view(-1, ids.shape[1])
+        return table[ids + offsets].flatten(0, 1)
 
 
 @functools.cache
 def _twins(world_size: int, num_experts: int, num_choices: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each id becomes at each twin, int32 [world_size * (1 + num_choices)], -1 first; and where a twin's ids begin less
-    1, [world_size, 1, 1]. A table, because a simulated step must not pay for its own arithmetic in every layer."""
+    """What each id becomes at each twin, int32 [world_size * (1 + num_choices)], -1 first; and where id 0 of a twin lies,
+    int64 [world_size, 1, 1]. A table, because a simulated step must not pay for its own arithmetic in every layer."""
     share = num_experts // world_size
     experts = torch.arange(num_experts, dtype=torch.int32)
     others = torch.arange(num_experts, num_choices, dtype=torch.int32)
     nobody = torch.tensor([-1], dtype=torch.int32)
     lines = [torch.cat((nobody, (experts + i * share) % num_experts, others)) for i in range(world_size)]
-    offsets = torch.arange(world_size, dtype=torch.int32) * (1 + num_choices) + 1
+    offsets = torch.arange(world_size) * (1 + num_choices) + 1
     return torch.cat(lines).to(device), offsets[:, None, None].to(device)
 
 

@@ -43,7 +43,8 @@ class ExpertDispatch:
         if x.shape[0] > rows:
             raise ValueError(f"{x.shape[0]} rows, but the ranks agreed on {rows} for this step")
         share = -(-rows // self.parallel.tp)
-        padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, share * self.parallel.tp - x.shape[0]))
+        missing = share * self.parallel.tp - x.shape[0]
+        padded = F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x  # padding by nothing would copy
         start = self.parallel.tp_rank * share
         return padded[start : start + share]
 

@@ -60,10 +60,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) project_values(const __
     wgmma_wait<0>();
     pin(acc);
 
-    // Columns 64 group + 8 i + 2 q, + 1 of rows `row` and `row + 8`, rounded to BF16.
+    // Columns 64 group + 8 i + 2 q, + 1 of rows `row` and `row + 8`, rounded to BF16. Rows that were not fetched hold anything,
+    // NaN too, whose division is slow: warps without a token stay out.
+    const int live = min(TILE, a.tokens - first);
+    const bool busy = 16 * warp < live;
     float upper = 0.f, lower = 0.f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
+      if (!busy) break;
       const int column = 64 * group + 8 * i + 2 * q;
       const uint32_t first_row = pack_bf16(acc[4 * i], acc[4 * i + 1]), second_row = pack_bf16(acc[4 * i + 2], acc[4 * i + 3]);
       acc[4 * i] = __uint_as_float(first_row << 16), acc[4 * i + 1] = __uint_as_float(first_row & 0xFFFF0000u);
@@ -75,23 +79,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) project_values(const __
       *(uint32_t*)(stage + (row + 8) * PITCH + 2 * column) = second_row;
     }
     if (fp8) {
-      maxima.leave(upper, row), maxima.leave(lower, row + 8);
+      if (busy) maxima.leave(upper, row), maxima.leave(lower, row + 8);
       __syncthreads();
       const float up = maxima.scale(row), low = maxima.scale(row + 8);
 #pragma unroll
       for (int i = 0; i < 8; i++) {
+        if (!busy) break;
         const int column = 64 * group + 8 * i + 2 * q;
         const uint32_t codes = pack_e4m3(acc[4 * i] / up, acc[4 * i + 1] / up, acc[4 * i + 2] / low, acc[4 * i + 3] / low);
         *(uint16_t*)(stage + row * PITCH + column) = (uint16_t)codes;
         *(uint16_t*)(stage + (row + 8) * PITCH + column) = (uint16_t)(codes >> 16);
       }
-      if (threadIdx.x < TILE && first + threadIdx.x < a.tokens)
+      if (threadIdx.x < live)
         a.to.scales[(int64_t)share.head * a.to.scale_stride + first + threadIdx.x] = maxima.scale(threadIdx.x);
     }
     __syncthreads();
     const int vectors = fp8 ? HEAD / 16 : 2 * HEAD / 16;  // of a row
     uint4* to = fp8 ? (uint4*)a.to.codes : (uint4*)a.out;
-    for (int i = threadIdx.x; i < min(TILE, a.tokens - first) * vectors; i += THREADS) {
+    for (int i = threadIdx.x; i < live * vectors; i += THREADS) {
       const int r = i / vectors, c = i % vectors;
       to[((int64_t)(first + r) * a.heads + share.head) * vectors + c] = *(const uint4*)(stage + r * PITCH + 16 * c);
     }

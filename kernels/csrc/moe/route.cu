@@ -3,7 +3,7 @@
 // row is never affected by another, so padding may hold anything; rows that are not live get id -1 and weight 0.
 #include "common/ptx.cuh"
 
-constexpr int ROUTE_WARPS = 4;
+constexpr int ROUTE_WARPS = 4, MOST_PARTS = 4;
 
 struct RouteArgs {
   const float* logits;   // [parts, tokens, experts]; their sum over the parts counts
@@ -68,12 +68,20 @@ template <int PER_LANE> DEVICE void route(const RouteArgs& a) {
     bias[j] = a.bias && e < a.experts ? a.bias[e] : 0.f;
     v[j] = e < a.experts ? a.logits[(int64_t)token * a.experts + e] : -INFINITY_F;
   }
-  for (int p = 1; p < a.parts; p++) {
-    const float* part = a.logits + ((int64_t)p * a.tokens + token) * a.experts;
+  if (a.parts > 1) {  // all asked for before the first is added
+    float more[MOST_PARTS - 1][PER_LANE];
 #pragma unroll
-    for (int j = 0; j < PER_LANE; j++) {
-      const int e = 32 * j + lane;
-      if (e < a.experts) v[j] += part[e];
+    for (int p = 1; p < MOST_PARTS; p++) {
+#pragma unroll
+      for (int j = 0; j < PER_LANE; j++) {
+        const int e = 32 * j + lane;
+        more[p - 1][j] = p < a.parts && e < a.experts ? a.logits[((int64_t)p * a.tokens + token) * a.experts + e] : 0.f;
+      }
+    }
+#pragma unroll
+    for (int p = 1; p < MOST_PARTS; p++) {
+#pragma unroll
+      for (int j = 0; j < PER_LANE; j++) v[j] += more[p - 1][j];
     }
   }
 #pragma unroll
