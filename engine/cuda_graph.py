@@ -257,20 +257,20 @@ class GraphRunner:
             return self._eager(batch)
         count, lines, all_lines = meta.num_decode_seqs, batch.num_tokens, size * meta.query_len
         captured = self._graphs[size, meta.query_len]
-        self._ids[:lines].copy_(batch.input_ids)
-        self._positions[:lines].copy_(batch.positions)
-        self._slots[:lines].copy_(meta.slots)
-        self._slots[lines:all_lines].fill_(-1)
+        into = [self._ids[:lines], self._positions[:lines], self._slots[:lines]]
+        torch._foreach_copy_(into, [batch.input_ids, batch.positions, meta.slots])
+        self._seq_lens[:count].copy_(meta.seq_lens)
+        self._block_table[:count, : meta.block_table.shape[1]].copy_(meta.block_table)
         if batch.row_mask is None:
             self._live[:lines].fill_(True)
         else:
             self._live[:lines].copy_(batch.row_mask)
-        self._live[lines:all_lines].fill_(False)
-        self._seq_lens[:count].copy_(meta.seq_lens)
-        self._seq_lens[count:size].zero_()
-        self._block_table[:count, : meta.block_table.shape[1]].copy_(meta.block_table)
         if meta.num_query is not None:
             self._num_query[:count].copy_(meta.num_query)
+        if lines < all_lines:
+            self._slots[lines:all_lines].fill_(-1)
+            self._live[lines:all_lines].fill_(False)
+            self._seq_lens[count:size].zero_()
         captured.graph.replay()
         return captured.hidden[:lines]
 

@@ -419,7 +419,8 @@ class ModelRunner:
         context_parts, rest = moved[14 : 14 + num_pieces], moved[14 + num_pieces :]
         row_mask, num_query = (rest.pop(0), rest.pop(0)) if query_len > 1 else (None, None)
 
-        self._block_table.index_put_((table_rows, table_columns), table_blocks)
+        if table_rows.numel():  # in most steps no sequence grows into another block
+            self._block_table.index_put_((table_rows, table_columns), table_blocks)
         decode_table = self._table_of(d_decode_rows, decode_rows)
         next_ids = rows = d_ahead = None
         if self._drafter is not None:

@@ -5,12 +5,46 @@ A step's metadata is a dozen short arrays. On a GPU they travel as one copy from
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-_ALIGN = 16  # bytes; every array starts on a multiple, so that it can be viewed in its own dtype
+_ALIGN = 16  # bytes; every array starts on a multiple, as kernels that read several values at once like it
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Arrays of one dtype, beside each other in the packed bytes.
+
+    indices: of the arrays; first, end: bytes; sizes: elements of each array and of the padding behind it, in turn
+    """
+
+    dtype: torch.dtype
+    indices: list[int]
+    first: int
+    end: int
+    sizes: list[int]
+    paddings: list[np.ndarray]
+
+
+@functools.lru_cache(maxsize=512)  # a step's arrays have the sizes of the step before, mostly
+def _layout(shape: tuple[tuple[np.dtype, int], ...]) -> list[_Group]:
+    """Where arrays of these dtypes and sizes lie, each at a multiple of _ALIGN."""
+    groups, first = [], 0
+    for dtype in dict.fromkeys(dtype for dtype, _ in shape):
+        indices = [i for i, (other, _) in enumerate(shape) if other == dtype]
+        unit, end, sizes, paddings = _ALIGN // dtype.itemsize, first, [], []
+        for i in indices:
+            size = shape[i][1]
+            sizes += [size, -size % unit]
+            paddings.append(np.zeros(-size % unit, dtype))
+            end += (size + -size % unit) * dtype.itemsize
+        groups.append(_Group(torch.from_numpy(np.empty(0, dtype)).dtype, indices, first, end, sizes, paddings))
+        first = end
+    return groups
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
@@ -20,20 +54,28 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = np.zeros(len(arrays) + 1, dtype=np.int64)
-    np.cumsum([-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays], out=starts[1:])
-    pinned = torch.empty(max(int(starts[-1]), 1), dtype=torch.uint8, pin_memory=True)
+    groups = _layout(tuple((array.dtype, array.size) for array in arrays))
+    return _unpacked(arrays, groups, _packed(arrays, groups).to(device, non_blocking=True))
+
+
+def _packed(arrays: Sequence[np.ndarray], groups: list[_Group]) -> torch.Tensor:
+    """uint8, pinned where there is a GPU: the arrays' bytes."""
+    pinned = torch.empty(max(groups[-1].end, 1) if groups else 1, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
     flat = pinned.numpy()
-    for array, start in zip(arrays, starts):
-        flat[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    moved = pinned.to(device, non_blocking=True)
-    return [
-        moved[start : start + array.nbytes].view(_torch_dtype(array)).view(array.shape) for array, start in zip(arrays, starts)
-    ]
+    for group in groups:
+        parts = []
+        for i, padding in zip(group.indices, group.paddings):
+            parts += [arrays[i].reshape(-1), padding]
+        np.concatenate(parts, out=flat[group.first : group.end].view(padding.dtype))
+    return pinned
 
 
-def _torch_dtype(array: np.ndarray) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, array.dtype)).dtype
+def _unpacked(arrays: Sequence[np.ndarray], groups: list[_Group], moved: torch.Tensor) -> list[torch.Tensor]:
+    """Views of the packed bytes. Few calls for all of them: a step of a small model is bound by what the host does."""
+    found: dict[int, torch.Tensor] = {}
+    for group in groups:
+        found |= zip(group.indices, moved[group.first : group.end].view(group.dtype).split_with_sizes(group.sizes)[::2])
+    return [found[i] if array.ndim == 1 else found[i].view(array.shape) for i, array in enumerate(arrays)]
 
 
 class HostCopy:

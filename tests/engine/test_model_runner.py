@@ -12,7 +12,7 @@ from engine.model_runner import plan_context
 from engine.plan import RowResult
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import pack_mask
-from engine.staging import HostCopy, to_device
+from engine.staging import HostCopy, _layout, _packed, _unpacked, to_device
 from kernels import ops
 from tests.engine.plan_driver import Driver
 from tests.engine.stub_model import VOCAB, StubModel, stub_runner
@@ -256,6 +256,21 @@ def test_context_pieces_cover_every_token_once_within_bounds(most: int) -> None:
             assert (starts[sizes > 0] == covered[sizes > 0]).all() and (starts % 64 == 0)[sizes > 0].all()
             covered += sizes
         assert (covered == lens).all()
+
+
+def test_packed_arrays_come_apart_again() -> None:
+    """As on a GPU, without one: odd lengths, nothing at all, several dtypes in any order, two dimensions."""
+    generator = np.random.default_rng(2)
+    for _ in range(50):
+        dtypes = generator.choice(["int64", "int32", "float32", "bool"], generator.integers(1, 9))
+        arrays = [
+            generator.integers(0, 2, generator.integers(0, 9, generator.integers(1, 3))).astype(dtype) for dtype in dtypes
+        ]
+        groups = _layout(tuple((array.dtype, array.size) for array in arrays))
+        moved = _unpacked(arrays, groups, _packed(arrays, groups))
+        assert all(tensor.data_ptr() % 16 == 0 for tensor, array in zip(moved, arrays) if array.size)
+        for array, tensor in zip(arrays, moved):
+            assert tensor.numpy().dtype == array.dtype and np.array_equal(tensor.numpy(), array)
 
 
 @pytest.mark.parametrize("device", DEVICES)
