@@ -13,11 +13,9 @@ import torch
 
 from engine.config import EngineConfig, ParallelConfig
 from engine.errors import ConfigError
-from kernels import ops
-from kernels.layout import FP8, Activation, BlockScaledWeight, Routing
+from kernels.layout import Activation
 from models.batch import AttentionMetadata, ForwardBatch
 from models.config import load_model_config
-from models.layers.expert_dispatch import ExpertDispatch
 from models.layers.moe import MoE
 from models.parallel import ParallelContext
 from models.weights import RandomSource, Weights
@@ -118,32 +116,6 @@ def test_experts_that_do_not_quantize_are_refused() -> None:
     with pytest.raises(ConfigError, match="fp8_dispatch: one rank has all experts"):
         EngineConfig("m", fp8_dispatch=True)
     assert EngineConfig("m", fp8_dispatch=True, parallel=ParallelConfig(2, 1)).fp8_dispatch
-
-
-@pytest.mark.hopper
-@pytest.mark.parametrize("rows", [1, 24, 200])
-def test_experts_on_a_gpu_take_travelled_rows(rows: int) -> None:
-    """Packed rows as they arrive from other ranks, against the plain rows they were made from: the same bits."""
-    parallel = ParallelContext.simulated(4, 1, fp8_dispatch=True)
-    width, inner, count = 640, 256, 8
-    gate_up, down = (
-        BlockScaledWeight(
-            (torch.randn(count, n, k, device="cuda") * 64).clamp(-448, 448).to(FP8),
-            torch.rand(count, -(-n // 128), -(-k // 128), device="cuda") / 64,
-        )
-        for n, k in ((2 * inner, width), (width, inner))
-    )
-    dispatch = ExpertDispatch(parallel, 4 * count, 4 * count)
-    x = awkward_rows(rows, width, torch.bfloat16, 1).cuda()
-    ids = torch.rand(rows, 4 * count, device="cuda").topk(4).indices.int()
-    routing = Routing.of(torch.rand(rows, 4, device="cuda"), ids)
-    got, want = (
-        ops.grouped_mlp(
-            *replace(dispatch, parallel=replace(parallel, fp8_dispatch=fp8)).gather(x, routing), gate_up, down, first_expert=0
-        )
-        for fp8 in (True, False)
-    )
-    assert torch.equal(got, want) and bool((got != 0).any())
 
 
 if __name__ == "__main__":

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels import ops
 from kernels.cuda import gemm, moe
 from kernels.errors import KernelContractError
 from kernels.layout import FP8, BlockScaledWeight, Routing, Weight
 from kernels.reference import moe as reference
 from kernels.reference.elementwise import silu_and_mul
 from kernels.reference.linear import linear
+from models.layers.expert_dispatch import ExpertDispatch
+from models.parallel import ParallelContext
 from tests.kernels.poison import poison_free_memory
 from tests.kernels.test_cuda_gemm import worst_row_error
 
@@ -242,3 +245,19 @@ def test_unsupported_experts_are_refused_by_name() -> None:
     with pytest.raises(KernelContractError, match="at most 1024 experts"):
         moe.route(torch.randn(2, 1025, device="cuda"), None, **LITE)
     assert gemm.TOKEN_TILES[-1] == 128
+
+
+@pytest.mark.parametrize("rows", [1, 24, 200])
+def test_rows_that_travelled_quantized_give_the_same_bits(rows: int) -> None:
+    """Packed codes and scales as they arrive from other ranks, against the rows they were made from; some rows of zeros."""
+    width, inner, count = 640, 256, 8
+    gate_up, down = experts(count, 2 * inner, width), experts(count, width, inner)
+    x = torch.randn(rows, width, device="cuda") * torch.tensor([1.0, 0.0, 2e-5, 300.0], device="cuda").repeat(rows)[:rows, None]
+    routing = Routing.of(*choices(rows, 4, 4 * count))
+    outputs = []
+    for fp8 in (True, False):
+        dispatch = ExpertDispatch(ParallelContext.simulated(4, 1, fp8_dispatch=fp8), 4 * count, 4 * count)
+        gathered = dispatch.gather(x.bfloat16(), routing)
+        assert isinstance(gathered[0], torch.Tensor) != fp8
+        outputs.append(ops.grouped_mlp(*gathered, gate_up, down, first_expert=0))
+    assert torch.equal(*outputs) and bool((outputs[0] != 0).any())
