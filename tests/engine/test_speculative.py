@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from engine.speculative import DecodeLines, count_accepted
+from engine.speculative import DecodeLines, Drafter, count_accepted
 from tests.engine.speculation import Outcome, assert_equal, engine, oracle, run, workload
 from tests.reference_checkpoints import reference_checkpoint
 
@@ -55,6 +55,29 @@ def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[st
         assert sum(stats.spec_accepted_per_pos) > stats.spec_draft_tokens * least, "the oracle's drafts were not accepted"
         if wrong_every == 1000:
             assert stats.num_steps < core_steps(plain), "right drafts save no steps"
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_the_first_draft_does_not_depend_on_the_depth(variant: str) -> None:
+    """Report M17: behind the same tokens the first draft is the same at every depth, since rejected drafts of a deeper one
+    leave nothing behind in the draft layer's cache."""
+    requests = {name: request for name, request in workload(seed=2).items() if request[1].temperature == 0.0}
+    made: dict[int, dict[tuple[str, int], int]] = {1: {}, 3: {}}
+    for depth, first in made.items():
+        core = engine(str(reference_checkpoint(variant)), depth)
+        drafter, running = core._executor._runner._drafter, core._scheduler._running
+
+        def draft(batch, hidden, next_ids, accepted, rows, *, depth, first=first, drafter=drafter, running=running) -> None:
+            Drafter.draft(drafter, batch, hidden, next_ids, accepted, rows, depth=depth)
+            by_row = {request.row: request.request_id for _, request in running}
+            for row, position in zip(rows.rows.tolist(), rows.positions.tolist()):
+                first[by_row[row], position] = int(drafter.tokens[row, 0])
+
+        drafter.draft = draft
+        run(core, requests)
+    common = made[1].keys() & made[3].keys()
+    assert len(common) > 100
+    assert {key: made[1][key] for key in common} == {key: made[3][key] for key in common}
 
 
 def core_steps(plain: dict[str, Outcome]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from tests.engine.speculation import run
 from tests.engine.stub_model import stub_config
 
 VOCAB, RUNS, DEPTH = 8, 20_000, 2
+PLAIN = SamplingParams(temperature=1.0)
 _generator = torch.Generator().manual_seed(4)
 LOGITS = torch.randn(VOCAB, VOCAB, generator=_generator) * 1.5  # of the next token, by the last one
 DRAFT_LOGITS = LOGITS + torch.randn(VOCAB, VOCAB, generator=_generator) * 0.7  # what the draft head takes them for
@@ -64,37 +67,38 @@ def markov_core(depth: int, ratio: bool = False, asynchronous: bool = False) -> 
     return EngineCore(scheduler, Executor(runner, ParallelContext.single()), asynchronous=asynchronous)
 
 
-def exact_next(temperature: float, top_p: float) -> torch.Tensor:
-    """[last, next] probabilities after temperature and top-p, from the definition."""
-    probabilities = (LOGITS.double() / temperature).softmax(-1)
+def exact_next(last: int, params: SamplingParams, seen: tuple[int, ...] = ()) -> torch.Tensor:
+    """[VOCAB] probabilities after presence penalty, temperature and top-p, from the definition; seen: the output so far."""
+    logits = LOGITS[last].double().clone()
+    logits[list(set(seen))] -= params.presence_penalty
+    probabilities = (logits / params.temperature).softmax(-1)
     kept = torch.zeros_like(probabilities)
-    for last in range(VOCAB):
-        mass = 0.0
-        for token in probabilities[last].argsort(descending=True).tolist():
-            if mass >= top_p:
-                break
-            kept[last, token] = probabilities[last, token]
-            mass += float(probabilities[last, token])
-    return kept / kept.sum(-1, keepdim=True)
+    mass = 0.0
+    for token in probabilities.argsort(descending=True).tolist():
+        if mass >= params.top_p:
+            break
+        kept[token] = probabilities[token]
+        mass += float(probabilities[token])
+    return kept / kept.sum()
 
 
-def p_value(temperature: float, top_p: float, ratio: bool, asynchronous: bool = False) -> tuple[float, float]:
+def p_value(params: SamplingParams, ratio: bool, asynchronous: bool = False) -> tuple[float, float]:
     """Chi-square p of the joint of three tokens after token 3, cells expected under 5 pooled; and the part of the first
     drafts that was accepted."""
     core, runs = markov_core(DEPTH, ratio, asynchronous), RUNS
     requests = {
-        str(index): ([3], SamplingParams(temperature=temperature, top_p=top_p, seed=index, max_tokens=3, ignore_eos=True))
-        for index in range(runs)
+        str(index): ([3], msgspec.structs.replace(params, seed=index, max_tokens=3, ignore_eos=True)) for index in range(runs)
     }
     outcomes = run(core, requests, arrivals=[1000])
     counts: dict[tuple[int, ...], int] = {}
     for outcome in outcomes.values():
         key = tuple(outcome.token_ids)
         counts[key] = counts.get(key, 0) + 1
-    step = exact_next(temperature, top_p)
     cells, pooled = [], [0.0, 0.0]
+    follow = functools.cache(lambda last, seen: exact_next(last, params, seen if params.presence_penalty else ()).tolist())
     for a, b, c in itertools.product(range(VOCAB), repeat=3):
-        expected, observed = runs * float(step[3, a] * step[a, b] * step[b, c]), counts.get((a, b, c), 0)
+        joint = follow(3, ())[a] * follow(a, (a,))[b] * follow(b, (a, b))[c]
+        expected, observed = runs * joint, counts.get((a, b, c), 0)
         if expected == 0:
             assert observed == 0, f"{(a, b, c)} cannot be drawn"
         elif expected < 5:
@@ -109,21 +113,30 @@ def p_value(temperature: float, top_p: float, ratio: bool, asynchronous: bool = 
     return float(torch.special.gammaincc(half[0], half[1])), stats.spec_accepted_per_pos[0] / stats.spec_drafts
 
 
-@pytest.mark.parametrize("ratio,asynchronous", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("temperature,top_p", [(1.0, 1.0), (0.7, 0.9)])
-def test_joint_of_three_tokens(temperature: float, top_p: float, ratio: bool, asynchronous: bool) -> None:
+@pytest.mark.parametrize("ratio,asynchronous", [(False, False), (True, True)])
+@pytest.mark.parametrize("params", [PLAIN, SamplingParams(temperature=0.7, top_p=0.9)], ids=["1.0", "0.7 with top-p 0.9"])
+def test_joint_of_three_tokens(params: SamplingParams, ratio: bool, asynchronous: bool) -> None:
     """Report M04: drafts are accepted at every temperature. Report M05: drafts come from the head's distribution, and either
     way of accepting them reaches what it promises for that distribution."""
-    p, accepted = p_value(temperature, top_p, ratio, asynchronous)
+    p, accepted = p_value(params, ratio, asynchronous)
     assert p > 0.01, p
     # The first draft follows the first token, which follows token 3.
-    target, drafted = exact_next(temperature, top_p), (DRAFT_LOGITS.double() / temperature).softmax(-1)
+    target = torch.stack([exact_next(last, params) for last in range(VOCAB)])
+    drafted = (DRAFT_LOGITS.double() / params.temperature).softmax(-1)
     common = torch.minimum(target, drafted).sum(-1)  # one minus the total variation distance
     if ratio:
         assert accepted == pytest.approx(float((target[3] * common).sum()), abs=0.02)
     else:
         assert accepted > float((target[3] * common / (2 - common)).sum()) - 0.01
         assert accepted > float((target[3] * target[range(VOCAB), DRAFT_LOGITS.argmax(-1)]).sum()) + 0.05, "as greedy drafts"
+
+
+@pytest.mark.parametrize("ratio", [False, True])
+def test_joint_of_three_tokens_under_a_penalty(ratio: bool) -> None:
+    """Report M08: what came before counts at every position of a step, accepted drafts included."""
+    p, accepted = p_value(SamplingParams(temperature=1.0, presence_penalty=1.5), ratio)
+    assert p > 0.01, p
+    assert accepted > 0.3
 
 
 def test_wrong_ratios_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +148,7 @@ def test_wrong_ratios_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.where((drafts >= 0) & (tokens != drafts), plain, tokens)
 
     monkeypatch.setattr(speculative.Ratio, "_settle", settle_from_target)
-    p, _ = p_value(1.0, 1.0, ratio=True)
+    p, _ = p_value(PLAIN, ratio=True)
     assert p < 1e-6, p
 
 
@@ -157,5 +170,5 @@ def test_the_test_notices_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
         return num_drafts
 
     monkeypatch.setattr(model_runner, "count_accepted", accept_all)
-    p, _ = p_value(1.0, 1.0, ratio=False)
+    p, _ = p_value(PLAIN, ratio=False)
     assert p < 1e-6, p
