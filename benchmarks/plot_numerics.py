@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.figure_style import LABEL, STYLE, Folders, longest, origin, tokens_axis
+from benchmarks.figure_style import LABEL, STYLE, Folders, legend_below, longest, origin, tokens_axis
 from benchmarks.records import newest
 from benchmarks.schemes import COMPARED
 
@@ -156,12 +158,18 @@ def context(folders: Folders) -> str | None:
             axes[row, column].grid(axis="y", alpha=0.3)
     axes[0, 0].set_ylabel("relative L2 error, all roundings")
     axes[1, 0].set_ylabel("relative L2 error, sums alone")
-    axes[0, 0].legend(fontsize=8)
-    axes[1, 0].legend(fontsize=8)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    legend_below(figure, handles.values(), handles.keys(), ncols=4)
     figure.suptitle(
         "Error against context length: P$\\cdot$V summed in the FP8 tensor core's 13 bits, in place or folded into FP32"
     )
-    folders.save(figure, "error_against_context", f"tensor-core sums emulated, 64 channels; {origin(lines)}")
+    folders.save(
+        figure,
+        "error_against_context",
+        f"sums of the tensor core emulated, 64 channels; outputs of the chip are BF16, whose own rounding is 0.0017; {origin(lines)}",
+    )
     return None
 
 

@@ -2,52 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.figure_style import LABEL, STYLE, Folders, Line, origin
-from benchmarks.records import bootstrap, newest, wilson
+from benchmarks.figure_style import LABEL, STYLE, Folders, origin
+from benchmarks.records import bootstrap, wilson
+from benchmarks.tables import perplexity_table, quality_lines
 
 # ---- Tables 1 and 2 in small
 
 
-def _quality(folders: Folders, figure: str, on: str = "cpu") -> dict[str, list[Line]]:
-    keys = {"perplexity": ("document", "start"), "recall": ("distance", "prompt"), "generation": ("prompts",)}[figure]
-    found: dict[str, list[Line]] = {}
-    for line in newest(folders.lines("quality", figure, on=on), "scheme", *keys):
-        found.setdefault(line["scheme"], []).append(line)
-    return found
-
-
-def perplexity_table(folders: Folders, on: str, reference: str) -> list[dict[str, Any]]:
-    """Perplexity of every scheme over the rows all have, and its ratio to the reference's with a paired interval."""
-    found = _quality(folders, "perplexity", on)
-    if reference not in found:
-        return []
-    rows = {name: {(x["document"], x["start"]): x for x in lines} for name, lines in found.items()}
-    common = sorted(set.intersection(*(set(r) for r in rows.values())))
-    if not common:
-        return []
-    tokens = np.array([rows[reference][key]["tokens"] for key in common])
-    base = np.array([rows[reference][key]["nll"] for key in common])
-    table = []
-    for name, mine in rows.items():
-        nll, agreed = (np.array([mine[key][field] for key in common]) for field in ("nll", "agreed"))
-        stacked = np.stack((nll - base, tokens, agreed), 1)
-        low, high = bootstrap(stacked, statistic=lambda x: 100 * np.expm1(x[:, 0].sum() / x[:, 1].sum()))
-        table.append({
-            "scheme": name, "perplexity": float(np.exp(nll.sum() / tokens.sum())), "rows": len(common), "tokens": int(tokens.sum()),
-            "change": float(100 * np.expm1((nll - base).sum() / tokens.sum())), "low": low, "high": high,
-            "agreement": float(agreed.sum() / tokens.sum()), "agreement_interval": bootstrap(stacked, statistic=lambda x: x[:, 2].sum() / x[:, 1].sum()),
-        })  # fmt: skip
-    return table
-
-
 def table1(folders: Folders) -> str | None:
-    table = perplexity_table(folders, "cpu", "fp32")
-    recall = _quality(folders, "recall")
+    table = perplexity_table(folders.results, "cpu", "fp32")
+    recall = quality_lines(folders.results, "recall")
     if not table or not recall:
         return "quality.jsonl has no lines of `perplexity` and `recall`"
     distances = sorted({x["distance"] for x in recall["exact"]})
@@ -107,13 +74,15 @@ def table1(folders: Folders) -> str | None:
     folders.save(
         figure,
         "table1_quality",
-        f"{table[0]['tokens']} held-out tokens; {origin(next(iter(_quality(folders, 'perplexity').values())))}",
+        f"{table[0]['tokens']} held-out tokens; {origin(next(iter(quality_lines(folders.results, 'perplexity').values())))}",
     )
     return None
 
 
 def table2(folders: Folders) -> str | None:
-    found = {name: max(lines, key=lambda x: x["prompts"]) for name, lines in _quality(folders, "generation").items()}
+    found = {
+        name: max(lines, key=lambda x: x["prompts"]) for name, lines in quality_lines(folders.results, "generation").items()
+    }
     if "fp32" not in found:
         return "quality.jsonl has no lines of `generation`"
     base = np.array(found["fp32"]["lengths"])

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.figure_style import Folders, Line, legend_below, origin, tokens_axis
 from benchmarks.records import newest
+from benchmarks.tables import batch_of_32, roofline
 
 BLUE, LIGHT_BLUE, GREY = "#0072B2", "#56B4E9", "#777777"
 NAMES = {"deepseek_v3.1": "DeepSeek-V3.1", "longcat_flash": "LongCat-Flash", "kimi_k2": "Kimi-K2"}
@@ -113,28 +114,11 @@ def _of_kind(lines: list[Line], fmt: str, kind: str) -> Line | None:
 
 # ---- Fig. 6 and 7
 
-FP8_OVER_BF16 = 17 / 9  # Eq. 14: 512 + 512 of a tile's 576 + 512 dimensions run at twice the BF16 rate
-FLOP = 2 * (576 + 512)  # a query row and token
-TOKEN_BYTES = {"fp8": 644, "bf16": 1152}
 PEERS = {"flash_mla": ("#D55E00", "v"), "flashinfer": ("#009E73", "P")}
 
 
-def roofline(line: Line) -> tuple[float, float]:
-    """(tensor peak, attainable) TFLOP/s of a case, from the matrix product and the page reads measured in the same run."""
-    peak = line["bf16_matmul_tflops"] * (FP8_OVER_BF16 if line["format"] == "fp8" else 1.0)
-    intensity = line["heads"] * line["query_len"] * FLOP / TOKEN_BYTES[line["format"]]  # FLOP a byte read once
-    return peak, min(peak, line["read_rate_tb_per_s"] * intensity)
-
-
 def fig7(folders: Folders) -> str | None:
-    # kernel_decode times the same shapes with the same method.
-    lines = [
-        line for line in folders.lines("kernel_decode", batch=32)
-        if line["tokens"] == 32 * line["longest"] and "invariant" not in line["case"]
-    ]  # fmt: skip
-    lines = newest(
-        [*lines, *folders.lines("kernel_figures", "fig7")], "kernel", "format", "heads", "query_len", "longest"
-    )  # fmt: skip
+    lines = batch_of_32(folders.results)
     heads = [count for count in (16, 32, 64, 128) if any(line["heads"] == count for line in lines)]
     if not heads:
         return "kernel_figures.jsonl and kernel_decode.jsonl hold no batch of 32 (needs a Hopper GPU)"

@@ -7,6 +7,8 @@ A table without lines stays as it is, and is named.
     decode    whole steps of each deployment against their roofline, and the ratios of the cache formats
     prefill   time to the first token
     startup   start-up of a worker, capture of its graphs
+
+and those of benchmarks/tables.py, on kernels, fidelity and quality.
 """
 
 from __future__ import annotations
@@ -18,20 +20,14 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables
 from benchmarks.records import RESULTS, ROOT, newest, read
+from benchmarks.tables import markdown
 
 Line = dict[str, Any]
 SHOWN = {"shape": "deepseek_v3.1", "dp": 8, "tp": 1, "format": "fp8", "context": 32768, "batch": 16}  # the step of the profile
 KERNELS_OF_A_PART = 3  # the largest
 SMALL = 0.01  # of a step; smaller kernels have no row
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    return [
-        "| " + " | ".join(head) + " |",
-        "|" + "---|" * len(head),
-        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
-    ]
 
 
 def matching(lines: Iterable[Line], **fixed: Any) -> list[Line]:
@@ -186,7 +182,12 @@ def startup(results: Path) -> list[str] | None:
     return [f"{source(lines[-1])}.", "", *markdown(head, rows)]
 
 
-TABLES: dict[str, Callable[[Path], list[str] | None]] = {"step": step, "decode": decode, "prefill": prefill, "startup": startup}
+TABLES: dict[str, Callable[[Path], list[str] | None]] = {
+    "step": step,
+    "decode": decode,
+    "prefill": prefill,
+    "startup": startup,
+} | tables.TABLES
 
 
 def written(readme: str, tables: dict[str, list[str]]) -> str:

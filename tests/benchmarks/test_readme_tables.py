@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import plot_decode, readme_tables
+from benchmarks import plot_decode, readme_tables, tables
 from benchmarks.figure_style import Folders
 from benchmarks.records import ROOT
 
@@ -77,7 +77,12 @@ def test_tables_go_between_their_marks(results: Path, tmp_path: Path, capsys: py
     assert readme_tables.main([*arguments, "--check"]) == 1 and readme.read_text() == marks
     assert readme_tables.main(arguments) == 0
     text = readme.read_text()
-    assert "old step" not in text and "old decode" not in text and "old prefill" in text and text.count("kept") == 4
+    assert (
+        "old step" not in text
+        and "old decode" not in text
+        and "old prefill" in text
+        and text.count("kept") == len(readme_tables.TABLES)
+    )
     assert "1.50x at 9 | 16 and 9 | 1.60x | 1.70x | 0.94" in text
     assert "prefill: left as it is" in capsys.readouterr().err
     assert readme_tables.main([*arguments, "--check"]) == 0
@@ -89,6 +94,35 @@ def test_tables_go_between_their_marks(results: Path, tmp_path: Path, capsys: py
 def test_the_repository_s_readme_has_every_mark() -> None:
     readme = (ROOT / "README.md").read_text()
     assert readme_tables.written(readme, {name: ["x"] for name in readme_tables.TABLES}) != readme
+
+
+def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
+    """Of lines made by hand: the intervals are paired, the overheads are spans over rounds, the simulation's error is signed."""
+    rows = [("fp32", 0.0, 100), ("bf16", 0.0, 99), ("fp8", 0.1, 98)]
+    quality = [
+        STATE | {"figure": "perplexity", "on": "cpu", "document": "d", "start": start, "scheme": scheme, "tokens": 100, "nll": 300.0 + more, "agreed": agreed}
+        for start in (0, 1) for scheme, more, agreed in rows
+    ]  # fmt: skip
+    quality += [
+        STATE | {"figure": "lm_eval", "on": "cpu", "scheme": scheme, "words": 2, "recalls": 1, "nll": [1.0 + more, 3.0 + more], "best": [1, 0], "recalled": [1.0]}
+        for scheme, more, _ in rows
+    ]  # fmt: skip
+    probe = STATE | {
+        "figure": "probe", "model": "demo", "layers": 0, "batch": 4, "ms": {"off": [2.0, 2.2], "writing": [2.0, 2.2], "on": [2.0, 2.3]},
+        "overhead": 0.01, "overhead_rounds": [0.0, 0.02], "overhead_writing": 0.0, "overhead_writing_rounds": [0.0, 0.0],
+    }  # fmt: skip
+    pair = STATE | {
+        "part": "shapes", "world": 2, "shape": "s", "dp": 2, "tp": 1, "format": "fp8", "context": 16384, "batch": 4, "step_us": 20e3,
+        "simulated_step_us": 18e3, "collectives_share": 0.12, "prediction_error": -0.1,
+    }  # fmt: skip
+    for name, lines in (("quality", quality), ("kernel_figures", [probe]), ("eight_gpus", [pair])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = "\n".join(tables.quality(tmp_path) or [])
+    assert "| **FP8, RoPE in BF16 (SnapMLA)** | 20.106 | +0.100 % (+0.100 to +0.100) | 98.0 % |  |  |" in text
+    assert "| **FP8, RoPE in BF16 (SnapMLA)** | 2.1000 | +0.1000 (+0.1000 to +0.1000) | 1, 2 as FP32 | 1 of 1 |" in text
+    assert "| demo model, batch 4 | 2.10 ms | +0.0 % (+0.0 to +0.0) | +1.0 % (+0.0 to +2.0) |" in (tables.probe(tmp_path) or [])
+    assert "| s, DP2/TP1 | FP8 | 4 x 16k | 20.0 ms | 12 % | 18.0 ms | -10 % |" in (tables.simulation(tmp_path) or [])
+    assert tables.kernel(tmp_path) is tables.context(tmp_path) is tables.hopper(tmp_path) is None
 
 
 def test_figures_are_drawn_or_named(results: Path, tmp_path: Path) -> None:

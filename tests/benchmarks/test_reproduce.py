@@ -9,9 +9,9 @@ import pytest
 
 from benchmarks import plots, reproduce
 from benchmarks.figure_style import Folders
-from benchmarks.plot_quality import perplexity_table
 from benchmarks.plot_speed import throughput
-from benchmarks.records import Records, bootstrap, newest, read, wilson
+from benchmarks.records import RESULTS, Records, bootstrap, newest, read, wilson
+from benchmarks.tables import perplexity_table
 
 
 def test_records_resume_and_survive_a_cut_line(tmp_path: Path) -> None:
@@ -102,6 +102,6 @@ def test_simulated_ranks_say_so_in_the_figure() -> None:
 
 def test_fp8_cache_keeps_perplexity_within_half_a_percent() -> None:
     """The whole 95 % interval of the recorded change; quantized RoPE is beside it in the same table."""
-    table = {entry["scheme"]: entry for entry in perplexity_table(Folders(), "cpu", "fp32")}
+    table = {entry["scheme"]: entry for entry in perplexity_table(RESULTS, "cpu", "fp32")}
     assert -0.5 < table["fp8"]["low"] < table["fp8"]["high"] < 0.5
     assert {"bf16", "a", "a_own"} <= set(table)
