@@ -42,6 +42,8 @@ MODULES = {
     "decode_plan": Module("mla_decode/plan.cu"),
     "decode_combine": Module("mla_decode/combine.cu"),
     "decode_fp8": Module("mla_decode/fp8.cu", spill_allowance=128),
+    "decode_fp8_32": Module("mla_decode/fp8.cu", defines=(("TILE_N", 32),)),
+    "decode_fp8_16": Module("mla_decode/fp8.cu", defines=(("TILE_N", 16),)),
     "decode_bf16": Module("mla_decode/bf16.cu"),
     "paged_read": Module("mla_decode/paged_read.cu"),
     "absorb_query_fp8": Module("absorbed/query.cu", defines=(("FP8", 1),)),

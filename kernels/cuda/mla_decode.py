@@ -13,8 +13,10 @@ from kernels.errors import KernelContractError, KernelError
 from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, DecodePlan, LatentCache, LatentQuery
 
 TILE_ROWS = 64
+FP8_BUILDS = {16: "decode_fp8_16", 32: "decode_fp8_32", TILE_ROWS: "decode_fp8"}  # by TILE_N of csrc/mla_decode/fp8.cu
 MAX_GROUP = 7  # tiles that walk the same keys at the same time; above it, groups of four
 COMBINE_WARPS = 16  # WARPS of csrc/mla_decode/combine.cu
+PLAN_THREADS = 256  # THREADS of csrc/mla_decode/plan.cu
 INVARIANT_SPLITS = 8  # INVARIANT_SPLITS of csrc/mla_decode/plan.cu
 _HEADER = 8  # ints before the group starts of the work list, WorkLayout::starts()
 
@@ -38,7 +40,7 @@ class _DecodeArgs(ctypes.Structure):
         ("q_scale", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("partial_out", c_void_p), ("partial_lse", c_void_p),
         ("layout", _WorkLayout),
         ("table_width", c_int), ("num_pages", c_int), ("query_len", c_int), ("heads", c_int), ("group", c_int),
-        ("out_fp32", c_int), ("causal", c_int), ("softmax_scale_log2", c_float), ("_pad", c_int * 15),
+        ("out_fp32", c_int), ("causal", c_int), ("softmax_scale_log2", c_float), ("zero", c_int), ("_pad", c_int * 14),
     )  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def plan_decode(
     partial_lse = torch.empty(g.max_slots * g.group, TILE_ROWS, device=device)
     with torch.cuda.device(device):
         args = _PlanArgs(seq_lens.data_ptr(), work.data_ptr(), g.layout, g.batch, g.units, int(batch_invariant))
-        binding.kernel("decode_plan", "plan_decode", device.index).launch(1, 32, args)
+        binding.kernel("decode_plan", "plan_decode", device.index).launch(1, PLAN_THREADS, args)
     return DecodePlan(work, partial_out, partial_lse, batch_invariant)
 
 
@@ -155,13 +157,20 @@ def mla_decode(
         plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32, _warps_per_row(b * s * h, plan.batch_invariant),
         plan.partial_out.data_ptr(), plan.partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
-    module, name = ("decode_fp8", "mla_decode_fp8") if fp8 else ("decode_bf16", "mla_decode_bf16")
     with torch.cuda.device(device):
-        binding.kernel(module, name, device.index).launch(g.groups * g.group, 512, args, overlap=True)
+        decode = _fp8_kernel(s * h, device.index) if fp8 else binding.kernel("decode_bf16", "mla_decode_bf16", device.index)
+        decode.launch(g.groups * g.group, 512, args, overlap=True)
         per_cta = COMBINE_WARPS // combine.warps_per_row
         grid = min(-(-g.max_items * g.group * TILE_ROWS // per_cta), binding.sm_count(device.index))
         binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, 32 * COMBINE_WARPS, combine, overlap=True)
     return out, lse
+
+
+def _fp8_kernel(rows: int, device_index: int) -> binding.Kernel:
+    """The build of fp8.cu for so many query rows of a sequence: fewer rows, less softmax and PV. All are loaded at the first
+    call, so that another query length may come up inside a graph capture."""
+    kernels = {n: binding.kernel(module, "mla_decode_fp8", device_index) for n, module in FP8_BUILDS.items()}
+    return next(kernel for n, kernel in kernels.items() if rows <= n or n == TILE_ROWS)
 
 
 def _warps_per_row(rows: int, invariant: bool) -> int:
@@ -237,13 +246,16 @@ def fill_maps(op: str, args: _DecodeArgs | PagedReadArgs, cache: LatentCache) ->
 
 
 def _fill_query_maps(op: str, args: _DecodeArgs, query: LatentQuery) -> None:
-    """Tensor maps of the query: {dims of a 128-byte row, rows, such rows side by side}; a tile is 64 rows."""
+    """Tensor maps of the query: {dims of a 128-byte row, rows of a sequence, such rows side by side, sequences}; a tile is 64
+    rows, zeros where the sequence has fewer."""
     content, rope = query.content, query.rope
-    rows, row_bytes = content.numel() // content.shape[-1], content.shape[-1] * content.itemsize
+    sequences, rows = content.shape[0], content.shape[1] * content.shape[2]
+    row_bytes, rope_bytes = content.shape[-1] * content.itemsize, rope.shape[-1] * rope.itemsize
     args.q_content = binding.tensor_map(
-        op, content.data_ptr(), content.dtype, (128 // content.itemsize, rows, row_bytes // 128), (row_bytes, 128),
-        (128 // content.itemsize, TILE_ROWS, 1),
+        op, content.data_ptr(), content.dtype, (128 // content.itemsize, rows, row_bytes // 128, sequences),
+        (row_bytes, 128, rows * row_bytes), (128 // content.itemsize, TILE_ROWS, 1, 1),
     )  # fmt: skip
     args.q_rope = binding.tensor_map(
-        op, rope.data_ptr(), rope.dtype, (rope.shape[-1], rows), (rope.shape[-1] * rope.itemsize,), (rope.shape[-1], TILE_ROWS)
-    )
+        op, rope.data_ptr(), rope.dtype, (rope.shape[-1], rows, sequences), (rope_bytes, rows * rope_bytes),
+        (rope.shape[-1], TILE_ROWS, 1),
+    )  # fmt: skip

@@ -168,6 +168,12 @@ template <int N> DEVICE void pin(float (&d)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 // Register lists of the accumulators: operands %0 .. %(N-1), write-only ("=f") or read-write ("+f").
+#define ACC8_NAMES "%0, %1, %2, %3, %4, %5, %6, %7"
+#define ACC8(c, d) c(d[0]), c(d[1]), c(d[2]), c(d[3]), c(d[4]), c(d[5]), c(d[6]), c(d[7])
+#define ACC16_NAMES "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define ACC16(c, d) \
+  c(d[0]), c(d[1]), c(d[2]), c(d[3]), c(d[4]), c(d[5]), c(d[6]), c(d[7]), \
+  c(d[8]), c(d[9]), c(d[10]), c(d[11]), c(d[12]), c(d[13]), c(d[14]), c(d[15])
 #define ACC32_NAMES \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -210,17 +216,42 @@ DEVICE void wgmma_bf16_ss_n128(float (&d)[64], uint64_t a, uint64_t b) {
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" ACC64_NAMES "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
       : ACC64("+f", d) : "l"(a), "l"(b));
 }
-DEVICE void wgmma_fp8_rs_n64_zero(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+// Fresh or running accumulators of 16, 32 or 64 columns.
+DEVICE void wgmma_fp8_rs_zero(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" ACC32_NAMES "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
       : ACC32("=f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-DEVICE void wgmma_fp8_rs_n64(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+DEVICE void wgmma_fp8_rs(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" ACC32_NAMES "}, {%32, %33, %34, %35}, %36, p, 1, 1;\n}\n"
       : ACC32("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_fp8_rs_zero(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" ACC16_NAMES "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
+      : ACC16("=f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_fp8_rs(float (&d)[16], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 {" ACC16_NAMES "}, {%16, %17, %18, %19}, %20, p, 1, 1;\n}\n"
+      : ACC16("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_fp8_rs_zero(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" ACC8_NAMES "}, {%8, %9, %10, %11}, %12, p, 1, 1;\n}\n"
+      : ACC8("=f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+DEVICE void wgmma_fp8_rs(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 {" ACC8_NAMES "}, {%8, %9, %10, %11}, %12, p, 1, 1;\n}\n"
+      : ACC8("+f", d) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 DEVICE void wgmma_bf16_ss_n64_zero(float (&d)[32], uint64_t a, uint64_t b) {
   asm volatile(

@@ -108,9 +108,8 @@ DEVICE void clear_tails(const DecodeArgs& a, Smem sm, int lane) {
   }
 }
 
-// The query of each tile, as soon as QK has read the last one's for the last time. content map {64 bf16, rows, 8 chunks},
-// rope map {64 bf16, rows}. Rows past the sequence are some other sequence's, or zeros past the batch; nothing they give is
-// kept.
+// The query of each tile, as soon as QK has read the last one's for the last time. content map {64 bf16,
+// rows of a sequence, 8 chunks, sequences}, rope map {64 bf16, rows, sequences}: rows past the sequence arrive as zeros.
 DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
   prefetch_map(&a.q_content);
   prefetch_map(&a.q_rope);
@@ -123,8 +122,8 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
     if (lane == 0) {
       mbar_expect_tx(sm.q_full(), STAGE_BYTES);
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++) tma_3d(sm.base + O_Q + c * CHUNK, &a.q_content, sm.q_full(), 0, (int)t.global_row(a, 0), c);
-      tma_2d(sm.base + O_Q + CHUNKS * CHUNK, &a.q_rope, sm.q_full(), 0, (int)t.global_row(a, 0));
+      for (int c = 0; c < CHUNKS; c++) tma_4d(sm.base + O_Q + c * CHUNK, &a.q_content, sm.q_full(), 0, t.first_row, c, t.seq);
+      tma_3d(sm.base + O_Q + CHUNKS * CHUNK, &a.q_rope, sm.q_full(), 0, t.first_row, t.seq);
     }
     __syncwarp();
   }

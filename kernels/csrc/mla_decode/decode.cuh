@@ -21,6 +21,7 @@ struct DecodeArgs {
   int table_width, num_pages, query_len, heads, group;
   int out_fp32, causal;
   float softmax_scale_log2;  // softmax scale * log2(e)
+  uint32_t zero;             // 0, which the compiler cannot know
 };
 
 constexpr float NEG = -1e30f;  // finite stand-in for -inf: differences of two of them are no NaN

@@ -5,12 +5,18 @@
 //   WG0  warp 0 fetches pages by TMA; warp 1 makes per-token tables and clears the tail of a sequence's last block;
 //        warp 2 keeps each row's reference exponent and sum; warp 3 fetches the next tile's query
 //   WG1  S = Q K^T for 128 tokens (RoPE last), row maximum, exponentials, P as e4m3 to shared memory
-//   WG2, WG3  O^T = V^T P^T, 256 latent dims each (two chunks of 128). V^T comes from the K tile by ldmatrix.trans and byte splits: no
+//   WG2, WG3  O^T = V^T P^T, 256 latent dims each. V^T comes from the K tile by ldmatrix.trans and byte splits: no
 //        transposed copy exists. Each 64-dim slab accumulates 128 tokens in T, then O += beta * T in FP32 registers,
 //        because the FP8 tensor core keeps 13 bits of its accumulator.
 #include "mla_decode/decode.cuh"
 
 // ---- knobs ---------------------------------------------------------------------------------------
+#ifndef TILE_N
+#define TILE_N 64  // rows of a tile that may exist: 16, 32 or 64. QK computes 64, softmax and PV only these
+#endif
+#ifndef PARTS
+#define PARTS (TILE_N == 64 ? 2 : 4)  // of a block, refilled one by one: 2 or 4
+#endif
 #ifndef QK_REGS
 #define QK_REGS 104  // registers of the QK + softmax warpgroup
 #endif
@@ -27,13 +33,19 @@
 #define PROMOTE_EVERY_BLOCK 1  // 0: one FP8 accumulator over the whole context, to show what that loses
 #endif
 static_assert(24 + QK_REGS + 2 * PV_REGS <= 512, "more registers than the SM has");
+static_assert((TILE_N == 16 || TILE_N == 32 || TILE_N == 64) && (PARTS == 2 || PARTS == 4), "unsupported knobs");
 
 // ---- sizes ---------------------------------------------------------------------------------------
 constexpr int STAGES = 2;  // blocks in shared memory
-// A block arrives and is freed in two parts, so that the next one's first half is on its way while PV still reads the
-// second: parts 0 and 1 are chunks 0, 1 and 2, 3 (128 dims of either PV warpgroup each). RoPE and scales are free as soon as
-// QK has read them.
-constexpr int PART_BYTES = 2 * PAGE * 128, ROPE_BYTES = PAGE * 2 * ROPE + PAGE * 4;  // of a page
+// A block arrives and is freed in parts of one or two chunks of 128 dims, so that the next one's first part is on its way
+// while PV still reads the others. RoPE and scales are free as soon as QK has read them.
+constexpr int PART_CHUNKS = 4 / PARTS;
+constexpr int PART_BYTES = PART_CHUNKS * PAGE * 128, ROPE_BYTES = PAGE * 2 * ROPE + PAGE * 4;  // of a page
+// PV works in slabs of 64 dims, half a chunk. Warpgroup `half` has its half of chunk s in slab s, or, if two chunks are a
+// part, chunks `half` and half + 2.
+constexpr bool SHARED_CHUNKS = PART_CHUNKS == 1;
+DEVICE constexpr int slab_dim(int s) { return SHARED_CHUNKS ? s * 128 : (s >> 1) * 256 + (s & 1) * 64; }  // past slab 0's
+constexpr int SLAB = TILE_N / 2;  // accumulators a thread has of a slab
 constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
 
 // Shared memory, byte offsets. Content of a block: four chunks of 128 dims, each [128 tokens][128 B], SWIZZLE_128B
@@ -52,25 +64,26 @@ constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows w
 constexpr int O_ROW = O_INVL + ROWS * 4;             // [2][64] {q_scale * softmax scale * log2(e), visible tokens}
 constexpr int O_TILE = O_ROW + 2 * ROWS * 8;         // [2] {first token, blocks, tokens every live row sees}
 constexpr int O_BAR = O_TILE + 2 * 16;
-constexpr int SMEM_BYTES = O_BAR + 8 * (10 * STAGES + 4);
+constexpr int SMEM_BYTES = O_BAR + 8 * (STAGES * (2 * PARTS + 6) + 4);
 static_assert(SMEM_BYTES <= 232448, "shared memory of a Hopper SM");
 extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
 
 struct Smem {
   uint32_t base;
   DEVICE uint32_t bar(int i) const { return base + O_BAR + 8 * i; }
-  DEVICE uint32_t landed(int b, int part) const { return bar(part * STAGES + b); }      // part of a block arrived
-  DEVICE uint32_t freed(int b, int part) const { return bar((2 + part) * STAGES + b); }  // both PV warpgroups hold its V
-  DEVICE uint32_t table(int b) const { return bar(4 * STAGES + b); }    // scale tables ready, tail cleared
-  DEVICE uint32_t maxima(int b) const { return bar(5 * STAGES + b); }   // row maxima of the block written
-  DEVICE uint32_t factors(int b) const { return bar(6 * STAGES + b); }  // alpha and beta of the block written
-  DEVICE uint32_t p_full(int b) const { return bar(7 * STAGES + b); }   // P and row sums of the block written
-  DEVICE uint32_t p_empty(int b) const { return bar(8 * STAGES + b); }  // both PV warpgroups are done with all of these
-  DEVICE uint32_t rope_freed(int b) const { return bar(9 * STAGES + 4 + b); }  // QK has read RoPE and tables
-  DEVICE uint32_t q_full() const { return bar(9 * STAGES); }            // query and row constants of a tile are there
-  DEVICE uint32_t q_empty() const { return bar(9 * STAGES + 1); }       // QK has read the query for the last time
-  DEVICE uint32_t sums_full() const { return bar(9 * STAGES + 2); }     // 1 / l of the tile written
-  DEVICE uint32_t sums_empty() const { return bar(9 * STAGES + 3); }    // both PV warpgroups have read it
+  DEVICE uint32_t pair(int i, int b) const { return bar(i * STAGES + b); }
+  DEVICE uint32_t landed(int b, int part) const { return pair(part, b); }         // part of a block arrived
+  DEVICE uint32_t freed(int b, int part) const { return pair(PARTS + part, b); }  // both PV warpgroups hold its V
+  DEVICE uint32_t table(int b) const { return pair(2 * PARTS, b); }        // scale tables ready, tail cleared
+  DEVICE uint32_t maxima(int b) const { return pair(2 * PARTS + 1, b); }   // row maxima of the block written
+  DEVICE uint32_t factors(int b) const { return pair(2 * PARTS + 2, b); }  // alpha and beta of the block written
+  DEVICE uint32_t p_full(int b) const { return pair(2 * PARTS + 3, b); }   // P and row sums of the block written
+  DEVICE uint32_t p_empty(int b) const { return pair(2 * PARTS + 4, b); }  // both PV warpgroups are done with all of these
+  DEVICE uint32_t rope_freed(int b) const { return pair(2 * PARTS + 5, b); }  // QK has read RoPE and tables
+  DEVICE uint32_t q_full() const { return pair(2 * PARTS + 6, 0); }        // query and row constants of a tile are there
+  DEVICE uint32_t q_empty() const { return pair(2 * PARTS + 6, 1); }       // QK has read the query for the last time
+  DEVICE uint32_t sums_full() const { return pair(2 * PARTS + 7, 0); }     // 1 / l of the tile written
+  DEVICE uint32_t sums_empty() const { return pair(2 * PARTS + 7, 1); }    // both PV warpgroups have read it
 };
 
 // The pieces of this CTA's group, and its tile within a group.
@@ -97,7 +110,7 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
       const int pages = 2 * j + 1 < reader.pages ? 2 : 1;  // the block's second half may lie past the sequence
       mbar_wait(sm.rope_freed(b), ((n >> 1) & 1) ^ 1);
       if (lane == 0) {
-        const uint32_t bar = sm.landed(b, 1);
+        const uint32_t bar = sm.landed(b, PARTS - 1);
         mbar_expect_tx(bar, pages * ROPE_BYTES);
         for (int half = 0; half < pages; half++) {
           const int page = half ? second : first;
@@ -107,7 +120,7 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
       }
       __syncwarp();
 #pragma unroll
-      for (int part = 0; part < 2; part++) {
+      for (int part = 0; part < PARTS; part++) {
         const uint32_t bar = sm.landed(b, part);
         mbar_wait(sm.freed(b, part), ((n >> 1) & 1) ^ 1);
         if (lane == 0) {
@@ -115,7 +128,8 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
           for (int half = 0; half < pages; half++) {
             const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128;
 #pragma unroll
-            for (int c = 2 * part; c < 2 * part + 2; c++) tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, half ? second : first);
+            for (int c = PART_CHUNKS * part; c < PART_CHUNKS * (part + 1); c++)
+              tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, half ? second : first);
           }
         }
         __syncwarp();
@@ -134,8 +148,8 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
     const Tile t(a, piece, range.rank);
     for (int j = 0; j < t.blocks; j++, n++) {
       const int b = n & 1, valid = t.len - (t.begin + j) * BLOCK;
-      mbar_wait(sm.landed(b, 0), (n >> 1) & 1);
-      mbar_wait(sm.landed(b, 1), (n >> 1) & 1);
+#pragma unroll
+      for (int part = 0; part < PARTS; part++) mbar_wait(sm.landed(b, part), (n >> 1) & 1);
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int slot = 2 * b + half, token = half * PAGE + 2 * lane;
@@ -166,35 +180,39 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
 // that PV can hold all its betas in 8 registers; l uses the same value, so a block's weight is off by at most 2^-9 against
 // the others, far below the 2^-4 of e4m3. x is l with exact betas, for the LSE.
 DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
+  constexpr int EACH = TILE_N > 32 ? 2 : 1;  // rows a lane
   const Range range(a);
   int n = 0, tiles = 0;
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
-    float R[2] = {NEG, NEG}, l[2] = {0.f, 0.f}, x[2] = {0.f, 0.f};
+    float R[EACH], l[EACH], x[EACH];
+#pragma unroll
+    for (int h = 0; h < EACH; h++) R[h] = NEG, l[h] = 0.f, x[h] = 0.f;
     for (int j = 0; j < t.blocks; j++, n++) {
       const int b = n & 1;
       mbar_wait(sm.maxima(b), (n >> 1) & 1);
-      bool up[2];
-      float alpha[2], beta[2], rounded[2];
+      bool moved = false;
+      float alpha[EACH], beta[EACH], rounded[EACH];
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
+      for (int h = 0; h < EACH; h++) {
         const int row = lane + 32 * h;
         const float r = lds_f32(sm.base + O_MAX + b * ROWS * 4 + row * 4);
-        up[h] = r - R[h] > float(HEADROOM);
-        const float now = up[h] ? r : R[h];
+        const bool up = r - R[h] > float(HEADROOM);
+        const float now = up ? r : R[h];
+        moved |= up && row < TILE_N;
         alpha[h] = ex2_mufu(R[h] - now), beta[h] = ex2_mufu(r - now), R[h] = now;
         const uint32_t bits = __float_as_uint(beta[h]) + 0x8000u;
         rounded[h] = __uint_as_float(bits & 0xffff0000u);
         sts16(sm.base + O_BETA + b * ROWS * 2 + ((row & 7) >> 1) * 32 + (row >> 3) * 4 + (row & 1) * 2, bits >> 16);
         sts_f32(sm.base + O_ALPHA + b * ROWS * 4 + row * 4, alpha[h]);
       }
-      const bool any = __any_sync(~0u, up[0] || up[1]);
+      const bool any = __any_sync(~0u, moved);
       if (lane == 0) sts32(sm.base + O_FLAG + b * 4, any);
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.factors(b));
       mbar_wait(sm.p_full(b), (n >> 1) & 1);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
+      for (int h = 0; h < EACH; h++) {
         const float4 part = lds_f32x4(sm.base + O_SUM + b * ROWS * 16 + (lane + 32 * h) * 16);
         const float sum = (part.x + part.y) + (part.z + part.w);
         l[h] = fmaf(l[h], alpha[h], sum * rounded[h]), x[h] = fmaf(x[h], alpha[h], sum * beta[h]);
@@ -202,9 +220,9 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
     }
     mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
+    for (int h = 0; h < EACH; h++) {
       const int row = lane + 32 * h;
-      const bool any = t.row_counts(a, row) && l[h] > 0.f;
+      const bool any = row < TILE_N && t.row_counts(a, row) && l[h] > 0.f;
       sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
       t.store_lse(a, row, range.rank, any ? LN2 * (R[h] - LOG2_448 + log2f(x[h])) : -INFINITY_F);
     }
@@ -214,8 +232,8 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
 }
 
 // ---- WG0 warp 3: the query of each tile, as soon as QK has read the last one's for the last time -----------
-// content map {128 B, rows, 4 chunks}, rope map {64 bf16, rows}. Rows past the sequence are some other sequence's, or zeros
-// past the batch; nothing they give is kept.
+// content map {128 B, rows of a sequence, 4 chunks, sequences}, rope map {64 bf16, rows, sequences}: rows past the
+// sequence arrive as zeros.
 DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
   prefetch_map(&a.q_content);
   prefetch_map(&a.q_rope);
@@ -233,13 +251,14 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
     if (lane == 0) {
       mbar_expect_tx(sm.q_full(), ROWS * (DIM + 2 * ROPE));
 #pragma unroll
-      for (int c = 0; c < 4; c++) tma_3d(sm.base + O_Q + c * ROWS * 128, &a.q_content, sm.q_full(), 0, first, c);
-      tma_2d(sm.base + O_QR, &a.q_rope, sm.q_full(), 0, first);
+      for (int c = 0; c < 4; c++) tma_4d(sm.base + O_Q + c * ROWS * 128, &a.q_content, sm.q_full(), 0, t.first_row, c, t.seq);
+      tma_3d(sm.base + O_QR, &a.q_rope, sm.q_full(), 0, t.first_row, t.seq);
     }
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       const int r = lane + 32 * h;
-      const float c = r < t.rows ? a.q_scale[first + r] * a.softmax_scale_log2 : 0.f;
+      // q is 0 in rows that do not exist; their factor is not, or a masked -inf would become NaN.
+      const float c = r < t.rows ? a.q_scale[first + r] * a.softmax_scale_log2 : 1e-30f;
       sts_f32x2(sm.base + O_ROW + (tiles & 1) * ROWS * 8 + r * 8, make_float2(c, __int_as_float(t.limit(a, r))));
     }
     hand_over(t.begin * BLOCK, t.blocks, t.common_limit(a));
@@ -252,10 +271,16 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
 }
 
 // ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
+DEVICE float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+
 // Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
 // accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
 DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
   const int g = lane >> 2, q = lane & 3, r0 = 16 * w + g;
+  const bool live = TILE_N == ROWS || 16 * w < TILE_N;
   const uint64_t dq = desc_sw128(sm.base + O_Q), dqr = desc_sw128(sm.base + O_QR);
   int n = 0;
 #pragma unroll 1
@@ -276,11 +301,11 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
         mbar_wait(sm.landed(b, 0), parity);
         wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-          if (part) mbar_wait(sm.landed(b, 1), parity), wgmma_fence();
+        for (int part = 0; part < PARTS; part++) {
+          if (part) mbar_wait(sm.landed(b, part), parity), wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < 8; k++) {
-            const int chunk = 2 * part + (k >> 2);
+          for (int k = 0; k < 4 * PART_CHUNKS; k++) {
+            const int chunk = PART_CHUNKS * part + (k >> 2);
             const uint64_t da = dq + chunk * (ROWS * 128 >> 4) + (k & 3) * 2, db = dk + chunk * (CHUNK >> 4) + (k & 3) * 2;
             if (part == 0 && k == 0)
               wgmma_fp8_ss_n128_zero(S, da, db);
@@ -308,6 +333,10 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
         mbar_arrive(sm.rope_freed(b));
         if (base + BLOCK == last) mbar_arrive(sm.q_empty());
       }
+      if (!live) {  // a warp without rows speaks all the same: whoever waits for P knows that all four have read the block
+        if (lane == 0) mbar_arrive(sm.maxima(b)), mbar_arrive(sm.p_full(b));
+        continue;
+      }
       if (base + BLOCK > tile.z) {
         const int limit0 = lds_u32(rows + 4) - base - 2 * q, limit1 = lds_u32(rows + 8 * 8 + 4) - base - 2 * q;
 #pragma unroll
@@ -333,9 +362,7 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
         m0a = fmaxf(m0a, S[4 * i]), m0b = fmaxf(m0b, S[4 * i + 1]);
         m1a = fmaxf(m1a, S[4 * i + 2]), m1b = fmaxf(m1b, S[4 * i + 3]);
       }
-      float r0m = fmaxf(m0a, m0b), r1m = fmaxf(m1a, m1b);
-      r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 1)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 1));
-      r0m = fmaxf(r0m, __shfl_xor_sync(~0u, r0m, 2)), r1m = fmaxf(r1m, __shfl_xor_sync(~0u, r1m, 2));
+      float r0m = quad_max(fmaxf(m0a, m0b)), r1m = quad_max(fmaxf(m1a, m1b));
 
       if (!PROMOTE_EVERY_BLOCK) {  // one scale of P for all blocks, two bits above the first one's maximum
         if (base == tile.x) fixed0 = r0m + 2.f, fixed1 = r1m + 2.f;
@@ -380,15 +407,16 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
 // V^T fragment of 64 dims x 32 tokens: lane l of ldmatrix.x4.trans addresses token l, the warp its 16 dims; two PRMTs
 // per pair of matrices split even and odd dims. Accumulator rows g, g+8 of warp w are dims 16w+2g, 16w+2g+1.
 // Loads and splits are apart so that the loads can be issued before the promotion and split after it.
-DEVICE void split_vt(uint32_t (&A)[4]) {
-  const uint32_t x0 = A[0], x1 = A[1], x2 = A[2], x3 = A[3];
-  A[0] = prmt(x0, x1, 0x6420), A[1] = prmt(x0, x1, 0x7531);
-  A[2] = prmt(x2, x3, 0x6420), A[3] = prmt(x2, x3, 0x7531);
+// after: 0, from a result that must come before the split.
+DEVICE void split_vt(uint32_t (&A)[4], uint32_t after = 0) {
+  const uint32_t x0 = A[0], x1 = A[1], x2 = A[2], x3 = A[3], even = after | 0x6420, odd = after | 0x7531;
+  A[0] = prmt(x0, x1, even), A[1] = prmt(x0, x1, odd);
+  A[2] = prmt(x2, x3, even), A[3] = prmt(x2, x3, odd);
 }
 // O += beta * T. Column pair n of the accumulator is rows 8n+2q, 8n+2q+1; w[n] holds their betas as bf16.
-DEVICE void promote(float (&O)[32], const float (&T)[32], uint32_t (&w)[8]) {
+DEVICE void promote(float (&O)[SLAB], const float (&T)[SLAB], uint32_t (&w)[SLAB / 4]) {
 #pragma unroll
-  for (int n = 0; n < 8; n++) {
+  for (int n = 0; n < SLAB / 4; n++) {
     asm volatile("" : "+r"(w[n]));  // or the compiler would keep 16 unpacked values in registers
     const float lo = __uint_as_float(w[n] << 16), hi = __uint_as_float(w[n] & 0xffff0000u);
     O[4 * n] = fmaf(T[4 * n], lo, O[4 * n]), O[4 * n + 1] = fmaf(T[4 * n + 1], hi, O[4 * n + 1]);
@@ -396,13 +424,11 @@ DEVICE void promote(float (&O)[32], const float (&T)[32], uint32_t (&w)[8]) {
   }
 }
 
-// Slab s of a PV warpgroup: half a chunk; its chunks are 256 dims apart.
-DEVICE constexpr int slab_dim(int s) { return (s >> 1) * 256 + (s & 1) * 64; }
-// Writes a tile's result, a warp 16 dims of 64 rows. out: where row 0 of this thread's first dim goes.
-template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint32_t inverse, int q, int rows) {
+// Writes a tile's result, a warp 16 dims of all rows. out: where row 0 of this thread's first dim goes.
+template <class T> DEVICE void write_rows(const float (&O)[4][SLAB], T* out, uint32_t inverse, int q, int rows) {
   out += 2 * q * DIM;
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < SLAB / 4; i++) {
     const float2 inv = lds_f32x2(inverse + (8 * i + 2 * q) * 4);
 #pragma unroll
     for (int s = 0; s < 4; s++) {
@@ -415,14 +441,14 @@ template <class T> DEVICE void write_rows(const float (&O)[4][32], T* out, uint3
   }
 }
 // Everything but O is derived anew, so that nothing else lives through the main loop.
-DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], int piece, int wg_thread, int half) {
+DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][SLAB], int piece, int wg_thread, int half) {
   forget(wg_thread), forget(piece);
   const int q = wg_thread & 3, rank = blockIdx.x % a.group;
-  const int dim = half * 128 + 16 * (wg_thread >> 5) + 2 * ((wg_thread & 31) >> 2);
+  const int dim = half * (SHARED_CHUNKS ? 64 : 128) + 16 * (wg_thread >> 5) + 2 * ((wg_thread & 31) >> 2);
   const Tile t(a, piece, rank);
   const uint32_t inverse = sm.base + O_INVL;
   if (t.partial())
-    write_rows(O, a.partial_out + t.partial_row(a, 0, rank) * DIM + dim, inverse, q, ROWS);
+    write_rows(O, a.partial_out + t.partial_row(a, 0, rank) * DIM + dim, inverse, q, TILE_N);
   else if (a.out_fp32)
     write_rows(O, (float*)a.out + t.global_row(a, 0) * DIM + dim, inverse, q, t.rows);
   else
@@ -430,22 +456,24 @@ DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][32], 
 }
 
 DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
-  const uint32_t lane_base = sm.base + half * CHUNK + lane * 128 + ((w ^ (lane & 7)) << 4);
+  const uint32_t lane_base = sm.base + lane * 128 + ((w ^ (lane & 7)) << 4) + (SHARED_CHUNKS ? 0 : half * CHUNK);
+  const uint32_t side = SHARED_CHUNKS ? half * 64 : 0;  // of slab 0, XORed into the address
   uint32_t n = 0, tiles = 0;
 #pragma unroll 1
   for (int piece = Range(a).first; piece < Range(a).last; piece++) {
     int left = Tile(a, piece, blockIdx.x % a.group).blocks;
-    float O[4][32];
+    float O[4][SLAB];
 #pragma unroll
     for (int s = 0; s < 4; s++)
 #pragma unroll
-      for (int i = 0; i < 32; i++) O[s][i] = 0.f;
+      for (int i = 0; i < SLAB; i++) O[s][i] = 0.f;
 #pragma unroll 1
     for (; left > 0; left--, n++) {
       const uint32_t b = n & 1, parity = (n >> 1) & 1;
-      const uint32_t vt_base = lane_base + b * STAGE_BYTES;
-      // slab s (64 dims: half a chunk), k-step t (32 tokens)
-      auto vt = [&](int s, int t) { return (vt_base ^ ((s & 1) * 64)) + (s >> 1) * 2 * CHUNK + t * 4096; };
+      const uint32_t vt_base = (lane_base ^ side) + b * STAGE_BYTES;
+      auto vt = [&](int s, int t) {  // slab s, k-step t (32 tokens)
+        return (SHARED_CHUNKS ? vt_base + s * CHUNK : (vt_base ^ ((s & 1) * 64)) + (s >> 1) * 2 * CHUNK) + t * 4096;
+      };
       const uint64_t dp = desc_sw128(sm.base + O_P + b * ROWS * BLOCK);
       uint32_t A[4][4];                // one slab's fragments, 32 tokens each
       mbar_wait(sm.table(b), parity);  // not full: the tail must be cleared
@@ -453,42 +481,46 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       for (int t = 0; t < 4; t++) ldmatrix_x4_trans(A[t], vt(0, t));
 #pragma unroll
       for (int t = 0; t < 4; t++) split_vt(A[t]);
+      // Frees a part of the block: its last fragments sit in registers. A warp reads as one, so one lane speaks for it.
+      auto release = [&](int part) {
+        __syncwarp();
+        mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]);
+      };
       mbar_wait(sm.factors(b), parity);
-      uint32_t be[8];  // read once per block: with LDS in the slab loop PV is 10 to 20 % slower
+      uint32_t be[SLAB / 4];  // read once per block: with LDS in the slab loop PV is 10 to 20 % slower
       {
         const uint32_t beta = sm.base + O_BETA + b * ROWS * 2 + (threadIdx.x & 3) * 32;
-        const uint4 x = lds_u32x4(beta), y = lds_u32x4(beta + 16);
-        be[0] = x.x, be[1] = x.y, be[2] = x.z, be[3] = x.w, be[4] = y.x, be[5] = y.y, be[6] = y.z, be[7] = y.w;
+#pragma unroll
+        for (int i = 0; i < SLAB / 4; i += 4) {
+          const uint4 v = lds_u32x4(beta + 4 * i);
+          be[i] = v.x, be[i + 1] = v.y;
+          if (SLAB > 8) be[i + 2] = v.z, be[i + 3] = v.w;
+        }
       }
       if (lds_u32(sm.base + O_FLAG + b * 4)) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < SLAB / 4; i++) {
           const float2 al = lds_f32x2(sm.base + O_ALPHA + b * ROWS * 4 + i * 32 + (threadIdx.x & 3) * 8);
 #pragma unroll
           for (int s = 0; s < 4; s++) O[s][4 * i] *= al.x, O[s][4 * i + 1] *= al.y, O[s][4 * i + 2] *= al.x, O[s][4 * i + 3] *= al.y;
         }
       }
       mbar_wait(sm.p_full(b), parity);
-      // Frees a part of the block: its last fragments sit in registers. A warp reads as one, so one lane speaks for it.
-      auto release = [&](int part) {
-        __syncwarp();
-        mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]);
-      };
 #pragma unroll
       for (int s = 0; s < 4; s++) {
-        float fresh[32];
-        float(&T)[32] = PROMOTE_EVERY_BLOCK ? fresh : O[s];
+        float fresh[SLAB];
+        float(&T)[SLAB] = PROMOTE_EVERY_BLOCK ? fresh : O[s];
         wgmma_fence();
         if (PROMOTE_EVERY_BLOCK)
-          wgmma_fp8_rs_n64_zero(T, A[0], dp);
+          wgmma_fp8_rs_zero(T, A[0], dp);
         else
-          wgmma_fp8_rs_n64(T, A[0], dp);
-        wgmma_fp8_rs_n64(T, A[1], dp + 2);
+          wgmma_fp8_rs(T, A[0], dp);
+        wgmma_fp8_rs(T, A[1], dp + 2);
         wgmma_commit();
-        wgmma_fp8_rs_n64(T, A[2], dp + 4);
-        wgmma_fp8_rs_n64(T, A[3], dp + 6);
+        wgmma_fp8_rs(T, A[2], dp + 4);
+        wgmma_fp8_rs(T, A[3], dp + 6);
         wgmma_commit();
-        if (s & 1) release(s >> 1);
+        if ((s + 1) % PART_CHUNKS == 0) release(s / PART_CHUNKS);
         if (s < 3) {
           wgmma_wait<1>();  // A[0], A[1] are free
           ldmatrix_x4_trans(A[0], vt(s + 1, 0)), ldmatrix_x4_trans(A[1], vt(s + 1, 1));
@@ -499,7 +531,9 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         if (s < 3) ldmatrix_x4_trans(A[2], vt(s + 1, 2)), ldmatrix_x4_trans(A[3], vt(s + 1, 3));
         if (PROMOTE_EVERY_BLOCK) promote(O[s], T, be);
         pin(O[s]);
-        if (s < 3) split_vt(A[2]), split_vt(A[3]);
+        // ptxas would put these splits first and wait for their loads with the promotion undone: hence the dependence.
+        const uint32_t after = __float_as_uint(O[s][SLAB - 1]) & a.zero;
+        if (s < 3) split_vt(A[2], after), split_vt(A[3], after);
       }
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
@@ -517,9 +551,9 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0), w = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int b = 0; b < STAGES; b++) {
-      mbar_init(sm.landed(b, 0), 1), mbar_init(sm.landed(b, 1), 2), mbar_init(sm.rope_freed(b), 4), mbar_init(sm.freed(b, 0), 8), mbar_init(sm.freed(b, 1), 8);
-      mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4), mbar_init(sm.factors(b), 1);
-      mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
+      for (int part = 0; part < PARTS; part++) mbar_init(sm.landed(b, part), part < PARTS - 1 ? 1 : 2), mbar_init(sm.freed(b, part), 8);
+      mbar_init(sm.rope_freed(b), 4), mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4);
+      mbar_init(sm.factors(b), 1), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
     }
     mbar_init(sm.q_full(), 2), mbar_init(sm.q_empty(), 4), mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
     mbar_init_fence();
