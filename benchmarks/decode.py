@@ -174,8 +174,8 @@ def measure(rank: Rank, cache: KVCache, case: Case, ceilings: Ceilings) -> dict[
         steps.run(1)
     capture_seconds = steps.runner.capture_graphs(show_progress=False, sizes=[case.batch]) if cuda else 0.0
     warm, windows, length = (WARM_STEPS, WINDOWS, WINDOW_STEPS) if cuda else (1, 1, 1)
-    finished = steps.run(warm + windows * length)
-    counted = finished[warm - 1 :]  # the device never pauses between windows
+    # The device never pauses between windows; no step follows the last one, so that one does not count.
+    counted = steps.run(warm + windows * length + 1)[warm - 1 : -1]
     window_us = [1e6 * (counted[i + length].at - counted[i].at) / length for i in range(0, windows * length, length)]
     step_us = statistics.median(window_us)
     with torch.inference_mode():

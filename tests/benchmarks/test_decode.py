@@ -68,6 +68,7 @@ def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pyte
             assert part["us"] == pytest.approx(sum(one["us"] for one in line["operations"] if one["part"] == name))
         assert line["roofline_us"] == pytest.approx(sum(part["roofline_us"] for part in parts.values()))
         assert line["tokens_per_s_per_gpu"] == pytest.approx(1e6 * line["batch"] / 2 / line["step_us"])
+        assert line["step_us"] > 100, "a step of a CPU is more than reading its result"
         # 2 layers; a sequence has grown by the first step and the recorded one
         tokens = line["batch"] * (line["context"] - decode.HEADROOM + 2)
         assert parts["attention"]["flops"] == 2 * 2 * 4 * tokens * (576 + 512)  # layers, multiply and add, local heads
