@@ -314,11 +314,10 @@ class Timeline:
         return Timeline((reached - spans[0].begin) / steps, busy / steps, ranked)
 
 
-def profile(step: Callable[[], object], steps: int) -> Timeline:
-    """Run `step` `steps` times under the profiler of a CUDA device. Kernels of replayed graphs are seen one by one."""
+def profile(run: Callable[[], object], steps: int) -> Timeline:
+    """What a CUDA device does while `run` makes `steps` steps. Kernels of replayed graphs are seen one by one."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(steps):
-            step()
+        run()
         torch.cuda.synchronize()
     return Timeline.of(spans_on(profiler.events(), torch.autograd.DeviceType.CUDA), steps)
 
