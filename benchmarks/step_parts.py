@@ -46,6 +46,7 @@ KERNELS = (  # part -> the start of its kernels' names; the first match counts
     ("sampling", r"choose_|draw_"),
     ("collectives", r"nccl"),
 )
+SLEEP_CYCLES = 40_000_000  # about 20 ms, in which the host enqueues the first profiled step
 WARM, MEASURED = 3, 5  # replays; the same on all ranks, whose collectives must pair up
 
 
@@ -315,11 +316,14 @@ class Timeline:
 
 
 def profile(run: Callable[[], object], steps: int) -> Timeline:
-    """What a CUDA device does while `run` makes `steps` steps. Kernels of replayed graphs are seen one by one."""
+    """What a CUDA device does while `run` makes `steps` steps, the host ahead from the first one on, as in the middle of a
+    longer run. Kernels of replayed graphs are seen one by one."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+        torch.cuda._sleep(SLEEP_CYCLES)
         run()
         torch.cuda.synchronize()
-    return Timeline.of(spans_on(profiler.events(), torch.autograd.DeviceType.CUDA), steps)
+    spans = spans_on(profiler.events(), torch.autograd.DeviceType.CUDA)
+    return Timeline.of([span for span in spans if "spin_kernel" not in span.name], steps)
 
 
 def spans_on(events: Iterable[Any], device: torch.autograd.DeviceType) -> list[Span]:
