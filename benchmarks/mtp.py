@@ -31,8 +31,8 @@ from benchmarks.records import RESULTS, Records
 from engine.hub import resolve_model
 from engine.llm import LLM
 from engine.messages import ReplicaStats
-from engine.sampler import gumbel_noise
 from engine.sampling_params import SamplingParams
+from kernels.reference.sampling import gumbel_noise
 from models.config import load_model_config
 from tests.comparator import Differences, Generation, assert_same_generations
 from tests.engine.speculation import Outcome, Requests, assert_equal, border_pair, engine, oracle, run, workload

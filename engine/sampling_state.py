@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from engine.plan import NewSequence
-from engine.sampler import GREEDY, Draws, Entries, Filters, Penalties, SamplingBatch, TokenCounts
+from engine.sampler import GREEDY, Entries, Penalties, SamplingBatch, TokenCounts
 from engine.staging import to_device
+from kernels.layout import Draws, Filters
 
 
 class Matcher(Protocol):

@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from engine.plan import NewSequence
-from engine.sampler import Draws, draw, gumbel_noise, other_seeds, scale, uniform_noise
+from engine.sampler import draw
 from engine.sampling_params import GREEDY_BELOW
 from engine.sampling_state import is_greedy
 from engine.staging import to_device
 from kernels import ops
-from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, LatentCache
+from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, Draws, LatentCache
+from kernels.reference.sampling import gumbel_noise, other_seeds, scale, uniform_noise
 from models.batch import AttentionMetadata, ForwardBatch
 from models.causal_lm import CausalLM
 

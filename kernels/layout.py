@@ -215,3 +215,28 @@ class DecodePlan:
     partial_out: torch.Tensor | None = None
     partial_lse: torch.Tensor | None = None
     batch_invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Rows (indices into the drawn rows) that restrict what may be drawn. All tensors [r].
+
+    Neutral values: min_p 0, top_k the vocabulary, top_p inf (1.0 would still drop tokens whose mass rounds to 0).
+    """
+
+    rows: torch.Tensor  # int64
+    min_p: torch.Tensor  # FP32
+    top_k: torch.Tensor  # int64
+    top_p: torch.Tensor  # FP64
+    max_top_k: int  # largest top_k below the vocabulary, on the host; 0 without one
+    open_top_p: bool  # some row has top_p without top_k
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Rows that are sampled rather than greedy. rows int64 [r], temperature FP32 [r], seeds int64 [r]."""
+
+    rows: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    filters: Filters | None

@@ -25,6 +25,7 @@ from kernels.layout import (
     BlockScaledWeight,
     CacheFormat,
     DecodePlan,
+    Draws,
     LatentCache,
     LatentQuery,
     QuantizedActivation,
@@ -557,3 +558,20 @@ def grouped_mlp(
         "ids and weights must be [T, K], ids int32",
     )
     return _call(op, rows.device, x, weights, ids, gate_up, down, first_expert=first_expert)
+
+
+# ---- sampling ---------------------------------------------------------------------------------------------------
+
+
+def choose_tokens(logits: torch.Tensor, positions: torch.Tensor, draws: Draws | None) -> torch.Tensor:
+    """One token a row: the best, or a draw from softmax(logits / temperature) restricted by min_p, top_k and top_p.
+
+    logits: FP32 [n, vocab], of any row stride, not modified; positions: int64 [n] that the tokens will have
+    draws: the rows that are drawn; the others are greedy
+    A drawn row takes the best of scaled logits plus Gumbel noise, which is a function of (seed, position, token id) alone;
+    of equal values the first counts. Returns int64 [n]; -1 where the best logit is not finite.
+    """
+    op, n = "choose_tokens", logits.shape[0]
+    _require(logits.ndim == 2 and logits.dtype == torch.float32, op, f"logits must be FP32 [n, vocab], got {logits.dtype}")
+    _require(positions.dtype == torch.int64 and positions.shape == (n,), op, f"positions must be int64 [{n}]")
+    return _call(op, logits.device, logits, positions, draws)

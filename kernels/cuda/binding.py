@@ -76,7 +76,7 @@ class Kernel:
             self.argument_bytes = check(name, driver.cuFuncGetParamInfo(self.function, 0))[1]
             self.shared_memory = self._read_int(f"{name}_smem")
             attributes = driver.CUfunction_attribute
-            if self.shared_memory > 48 * 1024:
+            if self.shared_memory:  # what the kernel has beside it counts, too, towards the 48 KB that need no asking
                 attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check(name, driver.cuFuncSetAttribute(self.function, attribute, self.shared_memory))
             # One split of L1 and shared memory for all: an SM changes it only when idle, so a kernel that wants another one
@@ -144,10 +144,11 @@ def tensor_map(
     box: tuple[int, ...],
     *,
     swizzle: bool = True,
+    promotion: int = 128,
 ) -> TensorMap:
     """A tensor map, SWIZZLE_128B unless said; innermost dimension first, strides in bytes from the second dimension on.
 
-    L2 promotion is 128 B: 256 B costs 6 % of the bandwidth on pages in random order.
+    promotion: bytes that L2 fetches at least; 256 costs 6 % of the bandwidth on pages in random order
     """
     types = driver.CUtensorMapDataType
     codes = {
@@ -155,7 +156,7 @@ def tensor_map(
         torch.bfloat16: types.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         torch.float32: types.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
     }
-    swizzles = driver.CUtensorMapSwizzle
+    swizzles, promotions = driver.CUtensorMapSwizzle, driver.CUtensorMapL2promotion
     (encoded,) = check(
         op,
         driver.cuTensorMapEncodeTiled(
@@ -164,7 +165,7 @@ def tensor_map(
             [driver.cuuint32_t(b) for b in box], [driver.cuuint32_t(1)] * len(dims),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+            promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_256B if promotion == 256 else promotions.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         ),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe
+from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe, sampling
 
 OPS: dict[str, Callable[..., Any]] = {
     "quantize_q": latent.quantize_q,
@@ -32,4 +32,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "route": moe.route,
     "choose_experts": moe.choose_experts,
     "grouped_mlp": moe.grouped_mlp,
+    "choose_tokens": sampling.choose_tokens,
 }

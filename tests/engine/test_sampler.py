@@ -11,9 +11,11 @@ import torch
 
 from engine import sampler
 from engine.plan import NewSequence
-from engine.sampler import gumbel_noise, sample, score
+from engine.sampler import sample, score
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState, pack_mask
+from kernels.reference import sampling
+from kernels.reference.sampling import gumbel_noise
 
 VOCAB = 64
 CPU = torch.device("cpu")
@@ -61,7 +63,7 @@ def drawn_set(logits: torch.Tensor, params: SamplingParams) -> set[int]:
         return {sample_with(logits[None], [params])[0]}
     scaled = ((logits - logits.max()) / params.temperature)[None]
     if draws.filters is not None:
-        scaled = sampler.restrict(scaled, draws.filters)
+        scaled = sampling.restrict(scaled, draws.filters)
     return set(scaled[0].isfinite().nonzero()[:, 0].tolist())
 
 
@@ -210,7 +212,7 @@ def test_large_vocabulary_takes_the_same_set_with_few_and_all_candidates(kind: d
     for logits in (peaked, flat):
         few = drawn_set(logits, params(**kind))
         assert few == kept_set(logits, params(**kind))
-        monkeypatch.setattr(sampler, "NUM_CANDIDATES", 5000)
+        monkeypatch.setattr(sampling, "NUM_CANDIDATES", 5000)
         assert drawn_set(logits, params(**kind)) == few
         monkeypatch.undo()
 
@@ -233,7 +235,7 @@ def test_neutral_filters_keep_everything() -> None:
         state.start(new_sequence(row, p))
     draws = state.batch([0, 1]).draws
     assert draws is not None and draws.filters is not None
-    kept = sampler.restrict(logits.repeat(2, 1), draws.filters).isfinite().sum(-1)
+    kept = sampling.restrict(logits.repeat(2, 1), draws.filters).isfinite().sum(-1)
     assert kept.tolist() == [VOCAB, 1]
 
 
@@ -248,7 +250,7 @@ def test_draws_follow_the_distribution(kw: dict) -> None:
     assert draws is not None
     scaled = ((logits - logits.max()) / p.temperature)[None]
     if draws.filters is not None:
-        scaled = sampler.restrict(scaled, draws.filters)
+        scaled = sampling.restrict(scaled, draws.filters)
     exact = scaled[0].double().softmax(-1)
     tokens = (scaled + gumbel_noise(torch.full((runs,), 3), torch.arange(runs), VOCAB)).argmax(-1)
     count = torch.bincount(tokens, minlength=VOCAB).double()
