@@ -17,7 +17,7 @@ PARTS = {  # component: colour, hatch
 
 def in_step(line: Line) -> dict[str, float]:
     """Milliseconds of each component's kernels in a step, and of none; components alone where no profile was taken."""
-    if not line.get("kernels"):
+    if "profiled_us" not in line:
         return {name: part["us"] / 1e3 for name, part in line["parts"].items()}
     found = dict.fromkeys(PARTS, 0.0)
     for _, us, _, part in line["kernels"]:
@@ -68,7 +68,7 @@ def decode_step(folders: Folders) -> str | None:
     axis.set_ylabel("milliseconds a step")
     axis.set_title("A decode step of DeepSeek-V3.1, DP8/TP1, by component" + simulated(lines))
     axis.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    folders.save(figure, "decode_step", f"{lines[-1]['method']}; {origin(lines)}")
+    folders.save(figure, "decode_step", origin(lines))
     return None
 
 
@@ -100,7 +100,7 @@ def decode_ratio(folders: Folders) -> str | None:
         axis.axhline(1.0, color="#999999", linewidth=0.8)
     axes[0, 0].set_ylabel("FP8 cache over BF16 cache")
     axes[0, 0].legend(fontsize=7)
-    folders.save(figure, "decode_ratio", f"{lines[-1]['method']}; {origin(lines)}")
+    folders.save(figure, "decode_ratio", origin(lines))
     return None
 
 

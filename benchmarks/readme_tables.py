@@ -55,7 +55,7 @@ def thousands(tokens: int) -> str:
 
 
 def step(results: Path) -> list[str] | None:
-    lines = [line for line in matching(read(results / "decode.jsonl"), figure="decode", **SHOWN) if line.get("kernels")]
+    lines = [line for line in matching(read(results / "decode.jsonl"), figure="decode", **SHOWN) if "profiled_us" in line]
     return None if not lines else step_table(lines[-1])
 
 
