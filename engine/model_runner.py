@@ -431,11 +431,11 @@ class ModelRunner:
                 d_starts = torch.cat((d_starts[:num_decodes] + d_ahead, d_starts[num_decodes:]))
                 at = DecodeLines.at(d_starts[:num_decodes], d_num_drafts, d_num_slots[:num_decodes], decode_table, query_len)
                 d_seq_lens, d_num_drafts = at.seq_lens, at.num_drafts
-                d_positions = torch.cat((at.positions.flatten(), d_positions[num_lines:]))
-                d_slots = torch.cat((at.slots.flatten(), d_slots[num_lines:]))
-                sample_positions = torch.cat((at.positions.flatten() + 1, sample_positions[num_lines:]))
+                d_positions = _with_front(d_positions, at.positions)
+                d_slots = _with_front(d_slots, at.slots)
+                sample_positions = _with_front(sample_positions, at.positions + 1)
                 if row_mask is not None:
-                    row_mask = torch.cat((at.live.flatten(), row_mask[num_lines:]))
+                    row_mask = _with_front(row_mask, at.live)
                     num_query = (d_num_drafts + 1).to(torch.int32)
             rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
         # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
@@ -570,6 +570,11 @@ class ModelRunner:
                         scored.append((True, _Scored([step.row] * len(tokens), tokens, scores)))
             start += step.num_tokens
         return scored
+
+
+def _with_front(values: torch.Tensor, front: torch.Tensor) -> torch.Tensor:
+    """`values` [T] with its first elements replaced by those of `front`."""
+    return front.flatten() if front.numel() == len(values) else torch.cat((front.flatten(), values[front.numel() :]))
 
 
 def _tokens_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

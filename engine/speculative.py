@@ -29,7 +29,7 @@ from engine.sampling_state import is_greedy
 from engine.staging import to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, Draws, LatentCache
-from kernels.reference.sampling import gumbel_noise, other_seeds, scale, uniform_noise
+from kernels.reference.sampling import other_seeds, scale, uniform_noise
 from models.batch import AttentionMetadata, ForwardBatch
 from models.causal_lm import CausalLM
 
@@ -69,14 +69,14 @@ class DecodeLines:
         A sequence that has ended without the planner knowing may start behind its slots or reach beyond them: lines there
         are not live, and their tokens are dropped.
         """
-        num_drafts = torch.minimum(num_drafts, num_slots - 1 - starts).clamp_(min=0)
-        first = torch.minimum(starts, num_slots - 1)
-        offsets = torch.arange(query_len, device=starts.device)
-        positions = first[:, None] + torch.minimum(offsets, num_drafts[:, None])
-        live = (offsets <= num_drafts[:, None]) & (starts < num_slots)[:, None]
-        blocks = block_table.gather(1, positions // BLOCK_SIZE).long()
-        slots = torch.where(live, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, -1)
-        return DecodeLines(positions, slots, live, (first + 1 + num_drafts).to(torch.int32), num_drafts)
+        last_slot = num_slots - 1
+        end = torch.minimum(starts + num_drafts, last_slot)  # position of the last live line
+        lines = starts[:, None] + torch.arange(query_len, device=starts.device)
+        positions, live = torch.minimum(lines, end[:, None]), lines <= end[:, None]
+        column = positions // BLOCK_SIZE
+        slots = positions.add(block_table.gather(1, column) - column, alpha=BLOCK_SIZE)
+        slots = torch.where(live, slots, -1)
+        return DecodeLines(positions, slots, live, (end + 1).to(torch.int32), end - torch.minimum(starts, last_slot))
 
 
 _DRAFT, _ACCEPT, _RESIDUAL = 1, 2, 3  # streams of noise of ratio acceptance; lines without a draft use that of the plain path
@@ -124,8 +124,8 @@ class Ratio:
         p, q = target.gather(1, at)[:, 0], probs.gather(1, at)[:, 0]
         accepted = uniform_noise(other_seeds(seeds, _ACCEPT), positions, 1)[:, 0] * q < p
         residual = (target - probs).clamp_(min=0)
-        noise = gumbel_noise(other_seeds(seeds, _RESIDUAL), positions, target.shape[1])
-        replaced = torch.where(residual.amax(dim=-1) > 0, (residual.log_() + noise).argmax(dim=-1), plain)
+        draws = Draws(entries, torch.ones_like(p), other_seeds(seeds, _RESIDUAL), None)
+        replaced = torch.where(residual.amax(dim=-1) > 0, draw(residual.log(), positions, draws), plain)
         return torch.where(drafts < 0, plain, torch.where(accepted, drafts, replaced))
 
 
