@@ -5,7 +5,7 @@
     context   error of the kernels' own outputs against context length; and P.V as one product with fast accumulation, which
               keeps everything in the tensor core ("single-level" on the chip), beside the promoted form
     probe     time of a decode step without the fidelity probe, with one that never compares, and at 1 %: the demo model, and one
-              simulated rank of twelve layers of DeepSeek-V3.1
+              simulated rank of eight layers of DeepSeek-V3.1
 
 Timing is kernel_decode's: graph replays over rotated tables, warm, medians. Other kernels are timed where they are installed.
 Appends to results/kernel_figures.jsonl and skips what is there; a point takes about half a second.
@@ -60,14 +60,6 @@ def batch_that_fits(layers: int, length: int) -> int:
 def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
     """Every point of fig7 and fig6 as Bench.case takes it, with what it stands for."""
     cases: list[dict[str, Any]] = []
-    if "fig7" in parts:
-        for query_len in (1, 2, 3, 4):
-            fewer = (1024, 4096, 32768, 131072) if query_len < 3 else (4096, 32768)
-            for length in fewer if quick else [1024 << i for i in range(8)]:
-                cases += [
-                    {"figure": "fig7", "heads": heads, "query_len": query_len, "batch": 32, "length": length}
-                    for heads in (16, 32, 64, 128)
-                ]
     if "fig6" in parts:
         for model, (heads, layers) in MODELS.items():
             for dp, tp in SETTINGS:
@@ -76,26 +68,35 @@ def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
                      "batch": batch_that_fits(layers, length), "length": length}
                     for length in ((16384, 131072) if quick else (16384, 32768, 65536, 131072))
                 ]  # fmt: skip
+    if "fig7" in parts:
+        for query_len in (1, 2, 3, 4):
+            fewer = (4096, 32768, 131072) if query_len < 3 else (32768,)
+            for length in fewer if quick else [1024 << i for i in range(8)]:
+                cases += [
+                    {"figure": "fig7", "heads": heads, "query_len": query_len, "batch": 32, "length": length}
+                    for heads in (16, 32, 64, 128)
+                ]
     return cases
 
 
 def timings(out: Path, quick: bool, parts: list[str]) -> None:
+    todo = timing_cases(quick, parts)
+    formats = (CacheFormat.FP8, CacheFormat.BF16)
     done = read(out)
-    for fmt in (CacheFormat.FP8, CacheFormat.BF16):
-        todo = [
-            case for case in timing_cases(quick, parts)
-            if not any(all(line.get(k) == v for k, v in (case | {"format": fmt.value}).items()) for line in done)
-        ]  # fmt: skip
-        if not todo:
-            continue
-        log = Log(out)
-        bench = Bench(fmt, log, workloads.POOL_BLOCKS, peers=True)
-        base = log.state | {"seed": SEED}
-        for case in todo:
-            log.state = base | case | {"method": METHOD[case["figure"]]}
-            bench.case(f"{case['length'] // 1024}k", [case["length"]] * case["batch"], case["heads"], case["query_len"])
-        del bench
-        torch.cuda.empty_cache()
+    missing = [
+        (case, fmt) for case in todo for fmt in formats
+        if not any(all(line.get(k) == v for k, v in (case | {"format": fmt.value}).items()) for line in done)
+    ]  # fmt: skip
+    if not missing:
+        return
+    log = Log(out)
+    base = log.state | {"seed": SEED}
+    benches = {fmt: Bench(fmt, log, workloads.POOL_BLOCKS, peers=True) for fmt in formats}
+    for case, fmt in missing:  # a run that is stopped leaves pairs
+        log.state = base | case | {"method": METHOD[case["figure"]]}
+        benches[fmt].case(f"{case['length'] // 1024}k", [case["length"]] * case["batch"], case["heads"], case["query_len"])
+    del benches
+    torch.cuda.empty_cache()
 
 
 # ---- error against context, on the chip
@@ -181,6 +182,7 @@ class ProbeCase:
     layers: int
     batch: int
     rounds: int
+    steps: int  # of a round; one in a hundred compares
 
     def engine(self, folder: Path) -> tuple[str, dict[str, Any]]:
         """Model and options of its engines; a shape is cut in `folder`, so that three fit one device."""
@@ -191,9 +193,8 @@ class ProbeCase:
         return str(cut), lengths | {"load_format": "dummy", "simulate_world": "dp=8,tp=1,ep=8"}
 
 
-PROBE_CASES = (ProbeCase("demo", 0, 64, 7), ProbeCase("deepseek_v3.1", 12, 64, 5))
+PROBE_CASES = (ProbeCase("deepseek_v3.1", 8, 32, 3, 100), ProbeCase("demo", 0, 32, 3, 200))
 PROBE_FRACTIONS = {"off": 0.0, "writing": 1e-9, "on": 0.01}  # without a probe, with one that never compares, at 1 %
-PROBE_STEPS = 200  # two of which compare
 
 
 def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
@@ -230,12 +231,12 @@ def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
     names = list(cores)
     for turn in range(case.rounds):
         for name in names[turn % 3 :] + names[: turn % 3]:
-            times[name].append(decode_ms(cores[name], case.batch, PROBE_STEPS))
+            times[name].append(decode_ms(cores[name], case.batch, case.steps))
     over = {name: [on / off - 1 for on, off in zip(times[name], times["off"])] for name in ("writing", "on")}
     compared = cores["on"].stats()
     assert compared.fidelity_steps > 0, "no step was compared"
     log.write(
-        figure="probe", seed=SEED, method=METHOD["probe"], model=case.model, layers=case.layers, batch=case.batch, steps=PROBE_STEPS, ms=times,
+        figure="probe", seed=SEED, method=METHOD["probe"], model=case.model, layers=case.layers, batch=case.batch, steps=case.steps, ms=times,
         overhead=statistics.median(over["on"]), overhead_rounds=over["on"], overhead_writing=statistics.median(over["writing"]),
         overhead_writing_rounds=over["writing"], fidelity_steps=compared.fidelity_steps, fidelity_mean=compared.fidelity_mean,
     )  # fmt: skip
@@ -249,9 +250,7 @@ def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k, probe on the demo model"
-    )
+    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
@@ -263,7 +262,7 @@ def main() -> None:
         if "context" in args.only:
             context(args.out, args.quick)
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
-    for case in PROBE_CASES[: 1 if args.quick else None] if "probe" in args.only else ():
+    for case in PROBE_CASES if "probe" in args.only else ():
         if case.model not in measured:
             probe(Log(args.out), case)
             torch.cuda.empty_cache()

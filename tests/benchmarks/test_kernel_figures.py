@@ -39,12 +39,11 @@ def test_batches_of_fig6_fill_a_rank_in_bf16() -> None:
 
 def test_engines_of_the_probe_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the engine with a fraction that matters compares; here one of 10 steps, so that a few do."""
-    monkeypatch.setattr(kernel_figures, "PROBE_STEPS", 12)
     monkeypatch.setattr(kernel_figures, "PROBE_FRACTIONS", {"off": 0.0, "writing": 1e-9, "on": 0.1})
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     path = tmp_path / "lines.jsonl"
-    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, 1), "cpu")
+    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, 1, 12), "cpu")
     torch.set_num_threads(before)
     (line,) = read(path)
     assert line["fidelity_steps"] >= 1 and max(line["fidelity_mean"]) < 0.1
@@ -53,6 +52,6 @@ def test_engines_of_the_probe_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_shapes_are_cut_to_fit_three_engines(tmp_path: Path) -> None:
-    model, options = kernel_figures.PROBE_CASES[1].engine(tmp_path)
-    assert load_model_config(Path(model)).num_decoder_layers == 12
+    model, options = kernel_figures.PROBE_CASES[0].engine(tmp_path)
+    assert load_model_config(Path(model)).num_decoder_layers == 8
     assert options["simulate_world"] and options["load_format"] == "dummy"
