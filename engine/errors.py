@@ -10,6 +10,8 @@ Device errors are kernels.errors.KernelError; the worker's outermost loop turns 
 
 from __future__ import annotations
 
+EXIT_REFUSED = 2  # status of a process whose configuration cannot work, after it said why
+
 
 class EngineError(Exception):
     """Root of the engine's own errors."""

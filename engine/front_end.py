@@ -10,11 +10,9 @@ import threading
 from dataclasses import asdict
 
 from engine.config import FrontEndConfig
-from engine.errors import WorkerFailed
-from engine.transport import Address
+from engine.errors import EXIT_REFUSED, WorkerFailed
+from engine.transport import REPORT, Address
 
-REPORT = "SNAPMLA_REPORT"  # descriptor on which the front end says where workers connect
-EXIT_REFUSED = 2  # a configuration that cannot work: whoever found it has said why
 END_WITHIN_S = 10.0
 
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 
 from engine.arguments import DEMO_MODEL, add_engine_arguments, add_server_arguments, engine_config, server_config
 from engine.config import EngineConfig, FrontEndConfig, ParallelConfig, ServerConfig
-from engine.errors import EngineError
-from engine.front_end import EXIT_REFUSED, FrontEndProcess
+from engine.errors import EXIT_REFUSED, EngineError
+from engine.front_end import FrontEndProcess
 from engine.hub import resolve_model
 from engine.place import LIFELINE, RUN_FOLDER, Place
 

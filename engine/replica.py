@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
-from engine.errors import ConfigError, EngineError, RequestRejected
+from engine.errors import EXIT_REFUSED, ConfigError, EngineError, RequestRejected
 from engine.executor import Executor, assemble_core, build_worker, create_context, resolve_max_model_len
-from engine.front_end import EXIT_REFUSED, FrontEndProcess
+from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
     AbortRequest,

@@ -18,6 +18,7 @@ import zmq
 from engine.errors import EngineError
 from engine.messages import FromReplica, ToReplica
 
+REPORT = "SNAPMLA_REPORT"  # names the descriptor on which the front end says where workers connect
 MAX_FRAME_BYTES = 64 << 20  # a 128k prompt is half a MiB; prompt log probabilities of one are about 40 MiB
 HANDSHAKE_LIMIT_MS = 10_000
 log = logging.getLogger("engine.transport")

@@ -22,10 +22,9 @@ import uvicorn
 import uvloop
 
 from engine.config import FrontEndConfig
-from engine.errors import EngineError
-from engine.front_end import EXIT_REFUSED, REPORT
+from engine.errors import EXIT_REFUSED, EngineError
 from engine.served_model import ServedModel
-from engine.transport import FrontEndSocket
+from engine.transport import REPORT, FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient, State
 from server.http import AccessLog, http_server_config

@@ -629,8 +629,10 @@ def test_a_thousand_slow_readers() -> None:
                 events = [line[6:] for line in bytes(received).split(b"\n") if line.startswith(b"data: {")]
                 return sum(len(choice["token_ids"]) for event in events for choice in json.loads(event)["choices"])
 
+            server.replicas[0].paused.set()
             readers = [asyncio.create_task(read_slowly()) for _ in range(1000)]
-            await eventually(lambda: len(server.replicas[0].live) > 500, limit_s=60)
+            await eventually(lambda: len(server.replicas[0].live) == 1000, limit_s=120)
+            server.replicas[0].paused.clear()
             assert (await server.http.get("/health")).status_code == 200
             await asyncio.wait_for(server.post(COMPLETIONS, prompt="y", max_tokens=3), 60)
             assert await asyncio.gather(*readers) == [60] * 1000
