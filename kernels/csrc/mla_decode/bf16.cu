@@ -46,14 +46,6 @@ struct Smem {
   DEVICE uint32_t q_empty() const { return bar(5 * STAGES + 5); }     // QK has read it for the last time
 };
 
-struct Range {
-  int first, last, rank;
-  DEVICE Range(const DecodeArgs& a) {
-    const int* starts = a.work + WorkLayout::starts() + blockIdx.x / a.group;
-    first = starts[0], last = starts[1], rank = blockIdx.x % a.group;
-  }
-};
-
 // content map {64 bf16, 64 tokens, 8 chunks, pages}, rope map {64 bf16, 64 tokens, pages}.
 DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
   prefetch_map(&a.content);
@@ -178,10 +170,7 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
         m0a = fmaxf(m0a, S[4 * k]), m0b = fmaxf(m0b, S[4 * k + 1]);
         m1a = fmaxf(m1a, S[4 * k + 2]), m1b = fmaxf(m1b, S[4 * k + 3]);
       }
-      float m0 = fmaxf(m0a, m0b), m1 = fmaxf(m1a, m1b);
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 1)), m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 1));
-      m0 = fmaxf(m0, __shfl_xor_sync(~0u, m0, 2)) * c, m1 = fmaxf(m1, __shfl_xor_sync(~0u, m1, 2)) * c;
-      m0 = fmaxf(m0, NEG), m1 = fmaxf(m1, NEG);
+      const float m0 = fmaxf(quad_max(fmaxf(m0a, m0b)) * c, NEG), m1 = fmaxf(quad_max(fmaxf(m1a, m1b)) * c, NEG);
       const bool up0 = m0 - R0 > float(HEADROOM), up1 = m1 - R1 > float(HEADROOM);
       const float now0 = up0 ? m0 : R0, now1 = up1 ? m1 : R1;
       const bool any_up = __any_sync(~0u, up0 || up1);

@@ -27,6 +27,15 @@ struct DecodeArgs {
 constexpr float NEG = -1e30f;  // finite stand-in for -inf: differences of two of them are no NaN
 constexpr float LN2 = 0.6931471806f;
 
+// The pieces of this CTA's group, and its tile within a group.
+struct Range {
+  int first, last, rank;
+  DEVICE Range(const DecodeArgs& a) {
+    const int* starts = a.work + WorkLayout::starts() + blockIdx.x / a.group;
+    first = starts[0], last = starts[1], rank = blockIdx.x % a.group;
+  }
+};
+
 // One piece: a tile of 64 query rows against blocks [begin, begin + blocks) of its sequence. Every role of the CTA derives
 // the same values from the work list.
 struct Tile {
@@ -91,3 +100,9 @@ struct PageReader {
     return min((uint32_t)__shfl_sync(~0u, current, i & 31), (uint32_t)(a.num_pages - 1));
   }
 };
+
+// Largest of the four lanes that share a row of an accumulator.
+DEVICE float quad_max(float v) {
+  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}

@@ -86,15 +86,6 @@ struct Smem {
   DEVICE uint32_t sums_empty() const { return pair(2 * PARTS + 7, 1); }    // both PV warpgroups have read it
 };
 
-// The pieces of this CTA's group, and its tile within a group.
-struct Range {
-  int first, last, rank;
-  DEVICE Range(const DecodeArgs& a) {
-    const int* starts = a.work + WorkLayout::starts() + blockIdx.x / a.group;
-    first = starts[0], last = starts[1], rank = blockIdx.x % a.group;
-  }
-};
-
 // ---- WG0 warp 0: TMA producer ----------------------------------------------------------------------
 // content map {128 B, 64 tokens, 4 chunks, pages}, rope map {64 bf16, 64 tokens, pages}.
 DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
@@ -271,11 +262,6 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
 }
 
 // ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
-DEVICE float quad_max(float v) {
-  v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-  return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-
 // Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
 // accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
 DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
