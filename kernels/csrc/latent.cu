@@ -135,35 +135,57 @@ DEVICE bool find_slot(const AppendArgs& a, int token, int64_t& block, int& offse
   block = slot / PAGE, offset = (int)(slot % PAGE);
   return slot >= 0 && block < a.num_blocks;
 }
+// A token as it comes from memory; the next one is on its way while a warp works on this one.
+template <class T> struct Incoming {
+  uint4 latent[sizeof(T)];  // 16 values of this lane
+  T first, second;          // this lane's pair of the key
+  int64_t position, slot;
+  DEVICE void fetch(const AppendArgs& a, int token, int lane) {
+    const T* from = (const T*)a.latent + token * a.latent_stride + lane * 16;
+#pragma unroll
+    for (int i = 0; i < sizeof(T); i++) latent[i] = ((const uint4*)from)[i];
+    const T* pair = (const T*)a.k_rope + token * a.rope_stride + 2 * lane;
+    first = pair[0], second = pair[1];
+    position = a.positions[token], slot = a.slots[token];
+  }
+};
+// Warps walk over the tokens, a grid apart, with the norm's weight in registers.
 template <class T> DEVICE void append_fp8(const AppendArgs& a) {
-  const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, step = gridDim.x * WARPS;
+  int token = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (token >= a.tokens) return;
-  float x[16];
-  load16(x, (const T*)a.latent + token * a.latent_stride + lane * 16);
-  const float2 r = rotate((const T*)a.k_rope + token * a.rope_stride, a.cos_sin + a.positions[token] * ROPE, ROPE / 2, lane);
+  Incoming<T> now, next;
+  now.fetch(a, token, lane);
   float w[16];
   if (a.weight_fp32)
     load16(w, (const float*)a.weight + lane * 16);
   else
     load16(w, (const bf16*)a.weight + lane * 16);
-  float squares = 0.f;
+  for (; token < a.tokens; token += step, now = next) {
+    if (token + step < a.tokens) next.fetch(a, token + step, lane);
+    const float* table = a.cos_sin + now.position * ROPE + lane;
+    const float c = table[0], s = table[ROPE / 2], u = widen(now.first), v = widen(now.second);
+    float x[16], squares = 0.f;
+    load16(x, (const T*)now.latent);
 #pragma unroll
-  for (int i = 0; i < 16; i++) squares = fmaf(x[i], x[i], squares);
-  const float norm = 1.f / sqrtf(warp_sum(squares) / DIM + a.eps);
+    for (int i = 0; i < 16; i++) squares = fmaf(x[i], x[i], squares);
+    const float norm = 1.f / sqrtf(warp_sum(squares) / DIM + a.eps);
 #pragma unroll
-  for (int i = 0; i < 16; i++) x[i] = x[i] * norm * w[i];
-  const int kept = token - (a.tokens - a.keep);
-  if (kept >= 0) {
-    store16((T*)a.keep_latent + (size_t)kept * DIM + lane * 16, x);
-    T* out = (T*)a.keep_rope + (size_t)kept * ROPE + 2 * lane;
-    out[0] = narrow<T>(r.x), out[1] = narrow<T>(r.y);
+    for (int i = 0; i < 16; i++) x[i] = x[i] * norm * w[i];
+    const float2 r = make_float2(u * c - v * s, u * s + v * c);
+    const int kept = token - (a.tokens - a.keep);
+    if (kept >= 0) {
+      store16((T*)a.keep_latent + (size_t)kept * DIM + lane * 16, x);
+      T* out = (T*)a.keep_rope + (size_t)kept * ROPE + 2 * lane;
+      out[0] = narrow<T>(r.x), out[1] = narrow<T>(r.y);
+    }
+    const int64_t block = now.slot / PAGE;
+    if (now.slot < 0 || block >= a.num_blocks) continue;
+    const int offset = (int)(now.slot % PAGE);
+    const float scale = quantize_row((uint4*)((uint8_t*)a.content + block * a.content_block + offset * DIM) + lane, x);
+    ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
+    if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
   }
-  int64_t block;
-  int offset;
-  if (!find_slot(a, token, block, offset)) return;
-  const float scale = quantize_row((uint4*)((uint8_t*)a.content + block * a.content_block + offset * DIM) + lane, x);
-  ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
-  if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
 }
 template <class T, class S> DEVICE void append_exact(const AppendArgs& a) {
   const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;

@@ -12,6 +12,7 @@ from kernels.errors import KernelContractError
 from kernels.layout import FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, LatentCache, LatentQuery
 
 WARPS = 4  # rows of a CTA, WARPS of csrc/latent.cu
+_APPEND_CTAS = 6  # of an SM: as many as its registers hold
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _QuantizeQArgs = binding.struct("_QuantizeQArgs", [
@@ -40,9 +41,12 @@ _FetchArgs = binding.struct("_FetchArgs", [
 def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device, rows: int, args: ctypes.Structure) -> None:
     if rows == 0:
         return
+    grid = -(-rows // WARPS)
+    if op == "append_kv" and fmt is CacheFormat.FP8:  # its warps walk over the rows
+        grid = min(grid, _APPEND_CTAS * binding.sm_count(device.index))
     with torch.cuda.device(device):
         kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}", device.index)
-        kernel.launch(-(-rows // WARPS), 32 * WARPS, args, overlap=True)
+        kernel.launch(grid, 32 * WARPS, args, overlap=True)
 
 
 def _require(condition: bool, op: str, message: str) -> None:

@@ -90,6 +90,24 @@ def test_append_kv(fmt: CacheFormat, dtype: torch.dtype, interleaved_pool: bool)
             torch.testing.assert_close(device.scale.cpu(), host.scale, rtol=1e-5, atol=0)
 
 
+@DTYPES
+def test_append_kv_of_more_rows_than_the_device_has_warps(dtype: torch.dtype) -> None:
+    tokens, blocks = 7001, 120
+    wide, weight, positions = torch.randn(tokens, 576).to(dtype), torch.rand(512) + 0.5, torch.randint(0, 4096, (tokens,))
+    slots = torch.randperm(blocks * 64)[:tokens]
+    slots[::17] = -1
+    host, device = (LatentCache.allocate(CacheFormat.FP8, blocks, 512, 64, where) for where in ("cpu", "cuda"))
+    args = (weight, positions, table(), slots)
+    want = ops.append_kv(host, wide[:, :512], wide[:, 512:], *args, eps=1e-6, keep=5000)
+    on_device = wide.cuda()
+    got = ops.append_kv(device, on_device[:, :512], on_device[:, 512:], *(a.cuda() for a in args), eps=1e-6, keep=5000)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g.cpu().float(), w.float(), rtol=0.01, atol=0.01)
+    same_codes(device.content, host.content)
+    torch.testing.assert_close(device.rope.cpu().float(), host.rope.float(), rtol=0.01, atol=0.05)
+    torch.testing.assert_close(device.scale.cpu(), host.scale, rtol=1e-5, atol=0)
+
+
 @FORMATS
 @DTYPES
 def test_fetch_dequant(fmt: CacheFormat, dtype: torch.dtype) -> None:
