@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
+from benchmarks import mtp_tables
 from benchmarks.mtp import acceptance
 from benchmarks.records import Records, read
 
@@ -24,3 +26,50 @@ def test_acceptance_names_temperature_and_positions(tmp_path: Path) -> None:
         )
     greedy = [line["accepted_per_pos"] for line in lines if line["temperature"] == 0.0]
     assert greedy[0] == greedy[1] and greedy[0][0] > 0.3, "greedy drafts are accepted alike either way"
+
+
+def test_tables_take_the_newest_lines(tmp_path: Path) -> None:
+    state = {
+        "device": "H200",
+        "torch": "2.11",
+        "date": "2026-11-29T22:00:00Z",
+        "git": "abc",
+        "where": "cuda",
+        "accepted_per_pos": [0.75, 0.5],
+    }
+    speed = state | {
+        "part": "speed",
+        "acceptance": "exact",
+        "temperature": 0.0,
+        "depth": 2,
+        "tokens_per_step": 2.25,
+        "speed_up": 1.5,
+    }
+    equal = state | {
+        "part": "equality",
+        "model": "demo",
+        "exact": False,
+        "asynchronous": True,
+        "cuda_graphs": True,
+        "prompts": 200,
+        "tokens": 900,
+    }
+    lines = [
+        speed | {"batch": 1, "tokens_per_s": 100.0},
+        speed | {"batch": 1, "tokens_per_s": 200.0},
+        speed | {"batch": 8, "tokens_per_s": 800.0, "accepted_per_pos": [0.8, 0.6]},
+        speed | {"batch": 8, "tokens_per_s": 900.0, "adaptive": True},
+        state | {"part": "acceptance", "acceptance": "ratio", "temperature": 1.0, "depth": 2, "tokens_per_step": 2.25, "prompts": 3},
+        equal | {"depth": 1, "tokens_equal": 900},
+        equal | {"depth": 2, "tokens_equal": 850},
+        equal | {"depth": 2, "model": "other", "failed": "token 3"},
+    ]  # fmt: skip
+    (tmp_path / "mtp.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = (mtp_tables.speed(tmp_path) or [])[-2:]
+    assert rows[0] == "| 0.0 | exact | 2 | 200 (1.50x) | 800 (1.50x) | 0.80 0.60 | 2.25 |"
+    assert rows[1] == "| 0.0 | exact | 2, adaptive |  | 900 (1.50x) | 0.75 0.50 | 2.25 |"
+    assert (mtp_tables.acceptance(tmp_path) or [])[-1] == "| 1.0 | 2 |  | 0.75 0.50 (2.25) |"
+    rows = (mtp_tables.equality(tmp_path) or [])[-2:]
+    assert rows[0] == "| demo | H200 | BF16, graphs | own | 1, 2 | 200 | 1800 | 1750 until a near-tie | 0.75 |"
+    assert "**differs**" in rows[1]
+    assert mtp_tables.speed(tmp_path / "nowhere") is None
