@@ -40,7 +40,7 @@ from tests.reference_checkpoints import reference_checkpoint
 
 MODELS = ("demo", "deepseek_v3-tiny", "longcat_flash-tiny")
 ARRIVALS = (1, 3, 0, 12, 0, 5, 24, 0)
-FEATURES = {"max_num_batched_tokens": 256, "prefill_chunk": 64, "max_num_seqs": 32, "num_cache_blocks": 32}
+FEATURES = {"max_num_batched_tokens": 256, "prefill_chunk": 64, "max_num_seqs": 32, "num_cache_blocks": 26}
 SEED = 11
 
 
@@ -60,10 +60,14 @@ def equality(records: Records, options: argparse.Namespace) -> None:
     for name in options.models:
         folder = str(reference_checkpoint(name) if "-" in name and not Path(name).exists() else resolve_model(name))
         check = equal_exactly if options.exact or options.device == "cpu" else equal_up_to_rounding
+        preemptions = 0
         for found in check(folder, options.prompts, options.depths, options.device):
+            assert found["prefix_hit_tokens"], found
+            preemptions += found["preemptions"]
             failed |= "failed" in found
             records.write(part="equality", model=Path(name).name, where=options.device, **found)
             print(json.dumps(found), flush=True)
+        assert preemptions, "the cache was large enough for everybody: nothing was preempted"
     if failed:
         raise SystemExit("tokens differ by more than rounding explains")
 
@@ -122,8 +126,7 @@ def equal_up_to_rounding(folder: str, count: int, depths: Sequence[int], device:
 
 
 def _features_seen(stats: ReplicaStats) -> dict[str, Any]:
-    """Proof that the features were at work."""
-    assert stats.num_preemptions and stats.prefix_hits, stats
+    """What the features did."""
     return {
         "preemptions": stats.num_preemptions,
         "prefix_hit_tokens": stats.prefix_hits,
