@@ -5,6 +5,7 @@ Colours are Okabe and Ito's, told apart without colour vision, and every series 
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from benchmarks.records import RESULTS, read
 from benchmarks.schemes import COMPARED, STEPS
 
 matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
-NOTE_INCHES = 0.2  # height of the line on where a figure's numbers come from
+NOTE_INCHES = 0.3  # height of the two lines on where a figure's numbers come from
 Line = dict[str, Any]
 
 # fmt: off
@@ -57,6 +58,7 @@ class Folders:
 
     def save(self, figure: Figure, name: str, note: str) -> None:
         """PNG and SVG, with a line on where the numbers come from."""
+        note = textwrap.fill(note, int(19 * figure.get_figwidth()))
         figure.text(0.005, 0.004, note, fontsize=6.5, color="#555555", ha="left", va="bottom")
         if figure.get_layout_engine().get()["rect"] == (0, 0, 1, 1):  # no legend has its place below
             leave_below(figure, NOTE_INCHES)

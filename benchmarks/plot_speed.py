@@ -61,7 +61,7 @@ def throughput(lines: Sequence[Line], title: str) -> Figure:
     if any(line["simulated"] for line in lines):
         handles.append(plt.Rectangle((0, 0), 1, 1, facecolor="white", edgecolor="#444444", hatch="////"))
         labels.append("hatched: one simulated rank, its experts' share, no collectives")
-    legend_below(figure, handles, labels, ncols=4)
+    legend_below(figure, handles, labels, ncols=4 if len(worlds) > 1 else 2)
     figure.suptitle(title)
     return figure
 

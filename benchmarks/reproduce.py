@@ -1,6 +1,6 @@
 """Every figure of the paper by one command: `python -m benchmarks.reproduce [--quick] [--only FIGURE ...] [--folder FOLDER]`.
 
-    fig1                        decode steps of whole models, one simulated rank (benchmarks/decode.py; a Hopper GPU)
+    fig1 decode_step decode_ratio   decode steps of whole models, one simulated rank (benchmarks/decode.py; a Hopper GPU)
     fig3 fig5 context sources   numerical fidelity (benchmarks/numerics.py)
     fig6 fig7                   the decode kernels (benchmarks/kernel_figures.py; a Hopper GPU)
     table1 table2               quality of the bundled model by cache format (benchmarks/quality.py)
@@ -52,6 +52,8 @@ CUDA, CPU = ("--device", "cuda"), ("--device", "cpu")
 DECODE = ("--shapes", "deepseek_v3.1", "longcat_flash", "--worlds", *WORLDS, "--batches")
 PARTS = (
     Part("fig1", "decode", "", (130, 240), True, DECODE, quick=("--contexts", "32768", "131072")),
+    Part("decode_step", "decode", "", (0, 0), True, DECODE, quick=("--contexts", "32768", "131072")),
+    Part("decode_ratio", "decode", "", (0, 0), True, DECODE, quick=("--contexts", "32768", "131072")),
     *(
         Part(name, "decode", "", (0, 0), True, DECODE, quick=("--contexts", "32768", "131072"))
         for name in ("decode_step", "decode_ratio")
