@@ -60,7 +60,7 @@ DEVICE int group_at(int64_t line, int groups, int64_t cost) { return min(groups 
 extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(const PlanArgs a) {
   __shared__ int staged[STAGED];
   __shared__ Walk states[STATES];
-  __shared__ int totals[2];
+  __shared__ int totals[2], chosen_room;
   const int thread = threadIdx.x, lane = thread & 31, groups = a.layout.groups, sequences = a.batch * a.units;
   if (thread < 2) totals[thread] = 0;
   __syncthreads();
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(const PlanArgs
   for (int first = 0; first < sequences; first += STATES) {
     const int count = min(STATES, sequences - first);
     if (thread == 0) {
-      totals[0] = room;
+      chosen_room = room;
       const float inverse = 1.f / room;
       for (int i = 0; i < count; i++) {
         states[i] = all;
@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) plan_decode(const PlanArgs
     if (thread < count) {
       Walk w = states[thread];
       const int s = (first + thread) / a.units, u = (first + thread) % a.units, n = blocks_at(s), first_slot = w.slot;
-      const int capacity = totals[0] + OVERHEAD, share = share_of(n);
+      const int capacity = chosen_room + OVERHEAD, share = share_of(n);
       for (int begin = 0; begin < n;) {
         int take;
         if (a.invariant) {
