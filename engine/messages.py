@@ -168,6 +168,12 @@ class StepOutput(_Message, frozen=True):
     stats: ReplicaStats
 
 
+class ExpertLoad(_Message, frozen=True):
+    """Rows that every expert of all ranks has computed since start: counts[MoE layer][expert]. From the first replica only."""
+
+    counts: list[list[int]]
+
+
 class RequestFailed(_Message, frozen=True):
     """Terminal: the request was refused or broke; `code` as in RequestRejected, or "internal"."""
 
@@ -192,4 +198,4 @@ class Pong(_Message, frozen=True):
     busy: bool
 
 
-FromReplica = Hello | Phase | Ready | StepOutput | RequestFailed | EngineFailed | Pong
+FromReplica = Hello | Phase | Ready | StepOutput | ExpertLoad | RequestFailed | EngineFailed | Pong

@@ -290,6 +290,15 @@ class ModelRunner:
         )
         return self._graphs.capture(show_progress)
 
+    @torch.inference_mode()
+    def expert_load(self) -> HostCopy | None:
+        """Rows that every expert of all ranks has computed since start, int64 [MoE layers, experts], on its way to the host;
+        None without experts. All ranks call it between the same two steps."""
+        here = self.model.expert_load()
+        if here is None:
+            return None
+        return HostCopy([self.parallel.ep_all_gather(here.T.contiguous()).T.contiguous()])
+
     @property
     def num_graphs(self) -> int:
         """Shapes of decode steps that are captured."""

@@ -76,6 +76,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     draft_depth: int = 0  # drafts made after the step: the most any replica wants, so that all run as many passes
     prefill_next: bool = False  # the next step may hold prefill, on every replica at once
     capture: bool = False  # every rank captures one more CUDA graph after the step (fast start)
+    count_experts: bool = False  # the ranks put their experts' counters together after the step
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -29,6 +29,7 @@ from engine.heartbeat import Heartbeat
 from engine.messages import (
     AbortRequest,
     AddRequest,
+    ExpertLoad,
     Hello,
     Ready,
     RequestFailed,
@@ -75,6 +76,8 @@ class Leader:
                 self._executor.request_stop()
             if not self._executor.agreement.stop and (self._core.has_work or self._lockstep):
                 self._send(self._core.step())
+                if (counts := self._executor.take_expert_load()) is not None:
+                    self._link.send(ExpertLoad(counts))
             elif not self._stopping:
                 self._executor.idle()
             if self._executor.agreement.stop:

@@ -535,7 +535,14 @@ def choose_experts(
 
 
 def grouped_mlp(
-    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    first_expert: int,
+    load: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Weighted sum over a token's local experts of down_e(silu(gate_e x) * up_e x).
 
@@ -543,9 +550,16 @@ def grouped_mlp(
         quantized, codes and scales of any row stride, give the bits of the rows they were made from.
     gate_up: [E_local, 2 I, D]; down: [E_local, D, I]; they hold experts first_expert .. first_expert + E_local - 1
     Ids outside that range (remote, zero-computation or masked experts, -1 included) contribute nothing and cost nothing.
+    load: int64 [E_local] or None; the number of rows each expert gets is added to it
     Returns x's dtype [T, D]; the sum over experts is FP32.
     """
     op, rows = "grouped_mlp", _shape_source(x)
+    experts = (gate_up.data if isinstance(gate_up, BlockScaledWeight) else gate_up).shape[0]
+    _require(
+        load is None or (load.dtype == torch.int64 and load.shape == (experts,) and load.is_contiguous()),
+        op,
+        f"load must be contiguous int64 [{experts}]",
+    )
     _require(rows.ndim == 2, op, f"x must be [T, D], got {tuple(rows.shape)}")
     _require(
         isinstance(x, torch.Tensor) or isinstance(gate_up, BlockScaledWeight),
@@ -557,7 +571,7 @@ def grouped_mlp(
         op,
         "ids and weights must be [T, K], ids int32",
     )
-    return _call(op, rows.device, x, weights, ids, gate_up, down, first_expert=first_expert)
+    return _call(op, rows.device, x, weights, ids, gate_up, down, first_expert=first_expert, load=load)
 
 
 # ---- sampling ---------------------------------------------------------------------------------------------------

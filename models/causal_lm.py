@@ -11,6 +11,7 @@ from models.batch import ForwardBatch
 from models.config import ModelConfig, check_parallel
 from models.deepseek import deepseek_layers, is_deepseek_draft_tensor
 from models.layers.embedding import Embedding, Head
+from models.layers.moe import MoE
 from models.layers.norm import RMSNorm
 from models.layers.rope import rope_table
 from models.longcat import is_longcat_draft_tensor, longcat_layers
@@ -32,6 +33,7 @@ class CausalLM:
         cos_sin = rope_table(config.rope, config.qk_rope_head_dim, max_model_len, weights.device)
         build_layers = longcat_layers if config.family == "longcat" else deepseek_layers
         self.layers = build_layers(model, config, parallel, cos_sin)
+        self.experts = [part for layer in self.layers for part in vars(layer).values() if isinstance(part, MoE)]
         self.norm = RMSNorm(model.norm("norm", hidden), config.rms_norm_eps)
         if config.tie_word_embeddings:
             self.head = Head(self.embedding.weight, config.vocab_size, parallel)
@@ -45,6 +47,10 @@ class CausalLM:
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return self.norm.add(x, residual)[0]
+
+    def expert_load(self) -> torch.Tensor | None:
+        """int64 [MoE layers, experts of this rank] rows that each computed since start; None without experts."""
+        return torch.stack([layer.load for layer in self.experts]) if self.experts else None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, D] -> FP32 [n, V], whole on every rank of the replica."""

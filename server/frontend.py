@@ -22,6 +22,7 @@ from engine.messages import (
     AbortRequest,
     AddRequest,
     EngineFailed,
+    ExpertLoad,
     FromReplica,
     Hello,
     Phase,
@@ -349,6 +350,8 @@ class EngineClient:
         match message:
             case StepOutput() if channel == STEPS:
                 self._step(message)
+            case ExpertLoad() if channel == STEPS:
+                self.metrics.expert_load = message.counts
             case Pong() if rank is not None:
                 if message.busy and message.last_step_age > self.config.stall_s:
                     self._fail(f"rank {number} has finished no step for {message.last_step_age:.0f} s")

@@ -111,6 +111,7 @@ class Metrics(Collector):
         self.rejected: dict[str, int] = defaultdict(int)
         self.replicas: dict[int, Ready] = {}
         self.stats: dict[int, ReplicaStats] = {}
+        self.expert_load: list[list[int]] = []  # rows since start, by MoE layer and expert
         self.start_up: dict[str, float] = {}
         self.http: dict[tuple[str, str], int] = defaultdict(int)
         self.open_requests = 0
@@ -194,6 +195,7 @@ class Metrics(Collector):
                 gauge.add_metric([str(rank), model], getattr(stats, field))
             yield gauge
         yield from self._fidelity()
+        yield from self._experts()
         yield from self._derived()
 
     def _fidelity(self) -> Iterator[Metric]:
@@ -216,6 +218,23 @@ class Metrics(Collector):
                 for layer, value in enumerate(values):
                     errors[name].add_metric([str(rank), self.model_name, str(layer)], value)
         yield from (steps, *errors.values())
+
+    def _experts(self) -> Iterator[Metric]:
+        """A series an expert and one a layer: one for each expert of each layer would be fifteen thousand for DeepSeek-V3."""
+        tokens = CounterMetricFamily(
+            PREFIX + "expert_tokens", "Rows that an expert's number has computed in all layers", labels=["model_name", "expert"]
+        )
+        imbalance = GaugeMetricFamily(
+            PREFIX + "expert_imbalance",
+            "Rows of a layer's busiest expert over the mean of its experts, since start",
+            labels=["model_name", "layer"],
+        )
+        for expert, counts in enumerate(zip(*self.expert_load)):
+            tokens.add_metric([self.model_name, str(expert)], sum(counts))
+        for layer, row in enumerate(self.expert_load):
+            if total := sum(row):
+                imbalance.add_metric([self.model_name, str(layer)], max(row) * len(row) / total)
+        yield from (tokens, imbalance)
 
     def _derived(self) -> Iterator[Metric]:
         model = self.model_name

@@ -46,6 +46,7 @@ class _SortArgs(ctypes.Structure):
     _fields_ = (
         ("ids", c_void_p), ("groups", c_void_p), ("places", c_void_p), ("row_experts", c_void_p),
         ("pairs", c_int), ("first_expert", c_int), ("experts", c_int), ("token_tile", c_int), ("top_k", c_int), ("ids_stride", c_int),
+        ("load", c_void_p),
     )  # fmt: skip
 
 
@@ -161,7 +162,14 @@ def _route(parts: torch.Tensor, bias: torch.Tensor | None, live: torch.Tensor | 
 
 
 def grouped_mlp(
-    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    first_expert: int,
+    load: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.grouped_mlp. More than MAX_PAIRS pairs run in several passes over the experts."""
     op = "grouped_mlp"
@@ -169,6 +177,9 @@ def grouped_mlp(
     if x.dtype is torch.float32:
         if not isinstance(x, torch.Tensor):
             raise KernelContractError(op, "rows that come quantized are those of BF16 activations")
+        if load is not None:
+            local = torch.arange(first_expert, first_expert + len(load), device=ids.device)
+            load += (ids.flatten() == local[:, None]).sum(dim=1)
         return _grouped_mlp_fp32(x, weights, ids, gate_up, down, first_expert)
     for weight in (gate_up, down):
         data, scale = _parts(weight)
@@ -199,7 +210,7 @@ def grouped_mlp(
     for i in range(0, tokens, step):
         rows = slice(i, min(i + step, tokens))
         part = x[rows] if isinstance(x, torch.Tensor) else x.quantized_rows(rows)
-        _one_pass(part, weights[rows], ids[rows], gate_up, down, first_expert, out[rows])
+        _one_pass(part, weights[rows], ids[rows], gate_up, down, first_expert, load, out[rows])
     return out
 
 
@@ -218,6 +229,7 @@ def _one_pass(
     gate_up: Weight,
     down: Weight,
     first_expert: int,
+    load: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     device = ids.device
@@ -244,6 +256,7 @@ def _one_pass(
         token_tile,
         top_k,
         ids.stride(0),
+        binding.pointer(load),
     )
     _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort, overlap=True)
 

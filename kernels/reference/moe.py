@@ -52,7 +52,14 @@ def choose_experts(
 
 
 def grouped_mlp(
-    x: Rows, weights: torch.Tensor, ids: torch.Tensor, gate_up: Weight, down: Weight, *, first_expert: int
+    x: Rows,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    *,
+    first_expert: int,
+    load: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Token and expert pairs are sorted by expert, so each expert that is hit costs two products over a slice."""
     tokens, top_k = ids.shape
@@ -65,6 +72,8 @@ def grouped_mlp(
     order = expert.argsort(stable=True)
     counts = torch.bincount(expert, minlength=num_experts + 1).tolist()  # the one host read
     local = tokens * top_k - counts.pop()
+    if load is not None:
+        load += torch.tensor(counts, device=load.device)
 
     pairs = _rows(x, order[:local] // top_k)
     outputs = torch.zeros(tokens * top_k, width, dtype=x.dtype, device=ids.device)

@@ -24,6 +24,7 @@ class MoE:
     """Experts first_expert .. first_expert + E / ranks - 1 live here.
 
     router: published name of the router's matrix without ".weight"; bias: of its selection bias
+    load: int64 [experts here] rows that each has computed since start
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class MoE:
                 "fp8_dispatch: these experts do not quantize their rows, since their weights are not block-scaled FP8 (a CPU "
                 "dequantizes such weights); leave it off"
             )
+        self.load = torch.zeros(local, dtype=torch.int64, device=weights.device)
         shared = config.shared_intermediate_size
         self.shared = MLP(weights.at("shared_experts"), hidden, shared, parallel) if shared else None
 
@@ -63,7 +65,8 @@ class MoE:
         def experts() -> torch.Tensor:
             routing = self.route(own, live)  # padded rows reach no expert
             gathered = dispatch.gather(own, routing)
-            y = dispatch.scatter(ops.grouped_mlp(*gathered, self.gate_up, self.down, first_expert=self.first_expert))
+            y = ops.grouped_mlp(*gathered, self.gate_up, self.down, first_expert=self.first_expert, load=self.load)
+            y = dispatch.scatter(y)
             if self.config.num_zero_experts:
                 y = y + _identity_share(own, routing, self.config.num_experts)
             return dispatch.all_rows(y, x.shape[0])

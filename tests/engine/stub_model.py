@@ -69,6 +69,9 @@ class StubModel:
             assert max(b - a for a, b in itertools.pairwise(ends)) == pre.max_len_q
         return 2 * x + hidden / (batch.positions[:, None] + 1).sqrt()
 
+    def expert_load(self) -> None:
+        """It has no experts."""
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.rows_of_logits.append(len(hidden))
         return hidden @ self.head.T

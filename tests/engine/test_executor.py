@@ -284,3 +284,47 @@ def test_every_replica_spends_a_budget_of_its_own() -> None:
     for leader, plan in zip(leaders, plans):
         assert sum(step.num_tokens for step in plan.prefills) == 256
         assert leader.agreement.rows == 256 and not leader.agreement.decode_only
+
+
+def test_rows_of_experts_reach_the_leader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every prompt and output token that was computed counts once for each of its experts, in every layer; what sizing and
+    graphs ran does not. A reading is due after some seconds, and is taken once."""
+    monkeypatch.setattr(executor_module, "_COUNTING_SECONDS", 0.0)
+    parallel = ParallelContext.single()
+    settings = config(max_model_len=256, num_cache_blocks=20)
+    executor, info = build_worker(settings, parallel)
+    core, moe = executor_module.assemble_core(settings, executor, info, parallel), info.model_config.moe
+    assert moe is not None and executor.take_expert_load() is None
+    core.add(AddRequest("r", list(range(2, 32)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), 0.0))
+    while core.has_work:
+        core.step()
+    counts = executor.take_expert_load()
+    assert counts is not None and executor.take_expert_load() is None
+    assert [len(row) for row in counts] == [moe.num_experts] * (info.model_config.num_decoder_layers - moe.first_dense_layers)
+    assert {sum(row) for row in counts} == {(30 + 4) * moe.top_k}, "the last token is sampled, not computed"
+
+
+def test_one_clock_decides_when_experts_are_counted() -> None:
+    """All ranks put their counters together after the same step, when the first replica's leader wants them."""
+    replicas = ranks(2, 2)
+    asked: list[tuple[int, int]] = []
+    for replica in replicas:
+        for rank in replica:
+            place = rank._parallel.dp_rank, rank._parallel.tp_rank
+            rank._parallel.rank = 2 * place[0] + place[1]  # type: ignore[misc]
+            rank._runner.expert_load = lambda place=place: asked.append(place)  # type: ignore[assignment, misc]
+            rank._count_after = float("inf") if place != (1, 0) else 0.0
+
+    def lead(replica: int) -> None:
+        leader = replicas[replica][0]
+        for step in range(3):
+            if (replica, step) == (0, 1):
+                leader._count_after = 0.0
+            leader.submit(first_plan() if step == 0 else StepPlan(step, decodes=[SequenceStep(2, len(TEXT) + step - 1)]))
+            assert leader.agreement.count_experts == (step == 1)
+        leader.request_stop()
+        leader.submit(StepPlan(3))
+
+    followers = [rank.follow for replica in replicas for rank in replica[1:]]
+    in_threads(lambda: lead(0), lambda: lead(1), *followers)
+    assert sorted(asked) == [(0, 0), (0, 1), (1, 0), (1, 1)]

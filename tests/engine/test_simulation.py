@@ -91,12 +91,12 @@ def test_experts_get_their_share_of_every_rank_s_choices(
     pairs: list[tuple[int, int]] = []
     original = ops.grouped_mlp
 
-    def counted(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *experts: object, first_expert: int) -> torch.Tensor:
+    def counted(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *experts: object, first_expert: int, load: object) -> torch.Tensor:
         local = (ids >= first_expert) & (ids < first_expert + moe.num_experts // world)
         share = len(x) // world
         chosen = ids[:share]  # this rank's own choices
         pairs.append((int(local.sum()), int(((chosen >= 0) & (chosen < moe.num_experts)).sum())))
-        return original(x, weights, ids, *experts, first_expert=first_expert)
+        return original(x, weights, ids, *experts, first_expert=first_expert, load=load)
 
     monkeypatch.setattr(ops, "grouped_mlp", counted)
     Driver(model, tiny, fmt=CacheFormat.FP32, ep_rows=16).step(prefills={0: list(range(16))})

@@ -261,3 +261,23 @@ def test_rows_that_travelled_quantized_give_the_same_bits(rows: int) -> None:
         assert isinstance(gathered[0], torch.Tensor) != fp8
         outputs.append(ops.grouped_mlp(*gathered, gate_up, down, first_expert=0))
     assert torch.equal(*outputs) and bool((outputs[0] != 0).any())
+
+
+@pytest.mark.parametrize("tokens", [1, 70, 9000])  # the last in several passes
+def test_rows_of_each_expert_are_counted(tokens: int) -> None:
+    count, hidden, inner, top_k = 16, 256, 128, 8
+    gate_up, down = experts(count, 2 * inner, hidden), experts(count, hidden, inner)
+    weights, ids = choices(tokens, top_k, 48)
+    ids[::7] = -1
+    load = torch.zeros(count, dtype=torch.int64, device="cuda")
+    want = torch.bincount(ids[(ids >= 16) & (ids < 32)].long() - 16, minlength=count)
+    for calls, dtype in ((1, torch.bfloat16), (2, torch.bfloat16), (3, torch.float32)):
+        x = torch.randn(tokens if dtype is torch.bfloat16 else 4, hidden, device="cuda", dtype=dtype)
+        rows = slice(len(x))
+        before = load.clone()
+        ops.grouped_mlp(x, weights[rows], ids[rows], gate_up, down, first_expert=16, load=load)
+        if dtype is torch.bfloat16:
+            assert torch.equal(load, calls * want)
+        else:
+            own = ids[rows]
+            assert int((load - before).sum()) == int(((own >= 16) & (own < 32)).sum())

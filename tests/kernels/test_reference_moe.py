@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import ops
+from kernels.errors import KernelContractError
 from kernels.layout import FP8, BlockScaledWeight
 
 
@@ -133,3 +134,14 @@ def test_grouped_mlp_fp8() -> None:
     got = ops.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
     want = plain_experts(x, weights, ids, gate_up.dequantize(), down.dequantize(), 0)
     assert float((got - want).norm() / want.norm()) < 0.05
+
+
+def test_rows_of_each_expert_are_counted() -> None:
+    """Remote, zero-computation and masked experts count nowhere; counters go on from call to call."""
+    gate_up, down, load = torch.randn(4, 32, 16), torch.randn(4, 16, 16), torch.zeros(4, dtype=torch.int64)
+    ids = torch.tensor([[2, 3, 9], [5, 2, -1], [6, 40, 5]], dtype=torch.int32)
+    for calls in (1, 2):
+        ops.grouped_mlp(torch.randn(3, 16), torch.rand(3, 3), ids, gate_up, down, first_expert=2, load=load)
+        assert load.tolist() == [2 * calls, calls, 0, 2 * calls]
+    with pytest.raises(KernelContractError, match=r"load must be contiguous int64 \[4\]"):
+        ops.grouped_mlp(torch.randn(3, 16), torch.rand(3, 3), ids, gate_up, down, first_expert=2, load=load.int())

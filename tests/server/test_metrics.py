@@ -54,6 +54,7 @@ def filled() -> Metrics:
     output = TokenOutput(
         "r", [1, 2], "length", num_prompt_tokens=3, num_cached_tokens=1, num_output_tokens=4, scheduled_time=1.0
     )
+    metrics.expert_load = [[6, 2, 0, 0], [1, 1, 1, 1]]
     metrics.params(0, 2, 16)
     metrics.first_token(0, 0.2)
     metrics.prompt(0, output)
@@ -117,3 +118,12 @@ def test_histogram_buckets_are_cumulative() -> None:
     histogram.observe(1.5, 2)
     histogram.observe(99.0)
     assert histogram.buckets() == [("1.0", 1.0), ("2.0", 3.0), ("+Inf", 4.0)] and histogram.sum == 103.0
+
+
+def test_experts_are_summed_over_layers_and_judged_by_layer() -> None:
+    text = filled().exposition().decode()
+    for line in ('expert_tokens_total{expert="0",model_name="m"} 7.0', 'expert_tokens_total{expert="3",model_name="m"} 1.0'):
+        assert PREFIX + line in text
+    for line in ('expert_imbalance{layer="0",model_name="m"} 3.0', 'expert_imbalance{layer="1",model_name="m"} 1.0'):
+        assert PREFIX + line in text
+    assert "expert_tokens_total{" not in Metrics("dense").exposition().decode()

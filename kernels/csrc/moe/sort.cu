@@ -14,6 +14,7 @@ struct SortArgs {
   int* row_experts;  // [sorted rows] local expert of each sorted row, -1 for nobody's
   int pairs, first_expert, experts, token_tile;  // pairs: tokens * top_k
   int top_k, ids_stride;
+  int64_t* load;  // [experts] pairs of each expert since start, or null
 
   DEVICE int id(int pair) const { return ids[(int64_t)(pair / top_k) * ids_stride + pair % top_k]; }
 };
@@ -30,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(SORT_THREADS) sort_pairs(const Sort
     a.places[i] = e < (uint32_t)a.experts ? atomicAdd(&counts[e], 1) : -1;
   }
   __syncthreads();
+  if (a.load && t < a.experts) a.load[t] += counts[t];  // this one CTA is the counters' only writer
   // Exclusive prefix sums over the experts, rows and token tiles at once.
   const int lane = t % 32, warp = t / 32;
   int rows = 0, tiles = 0, rows_to = 0, tiles_to = 0;
