@@ -39,6 +39,7 @@ def work() -> None:
     for fmt in (CacheFormat.FP8, CacheFormat.BF16):
         for lens, heads, query_len, invariant in (
             ([0, 1, 130, 700], 16, 2, False),
+            ([1, 200], 16, 1, False),
             ([3000], 128, 1, False),
             ([65] * 3, 64, 4, True),
         ):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kernels.cuda.mla_decode import MAX_GROUP, TILE_ROWS, Geometry
+from kernels.cuda.build import MODULES
+from kernels.cuda.mla_decode import FP8_BUILDS, MAX_GROUP, TILE_ROWS, Geometry
 
 
 @pytest.mark.parametrize("sm_count", [114, 132])
@@ -31,3 +32,9 @@ def test_common_shapes() -> None:
     assert (one.tiles, one.groups) == (1, 132)
     assert (two.tiles, two.group, two.groups) == (2, 2, 66)
     assert (four.tiles, four.group, four.groups) == (4, 4, 33)
+
+
+def test_builds_of_the_fp8_kernel_have_the_rows_they_are_chosen_for() -> None:
+    assert list(FP8_BUILDS) == sorted(FP8_BUILDS) and max(FP8_BUILDS) == TILE_ROWS
+    for rows, module in FP8_BUILDS.items():
+        assert dict(MODULES[module].defines).get("TILE_N", TILE_ROWS) == rows
