@@ -8,7 +8,8 @@ A table without lines stays as it is, and is named.
     prefill   time to the first token
     startup   start-up of a worker, capture of its graphs
 
-and those of benchmarks/tables.py, on kernels, fidelity and quality, and of benchmarks/mtp_tables.py, on speculation.
+and those of benchmarks/tables.py, on kernels, fidelity and quality, of benchmarks/mtp_tables.py, on speculation, and of
+benchmarks/serving_tables.py.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import mtp_tables, tables
+from benchmarks import mtp_tables, serving_tables, tables
 from benchmarks.records import RESULTS, ROOT, newest, read
 from benchmarks.tables import markdown
 
@@ -187,7 +188,7 @@ TABLES: dict[str, Callable[[Path], list[str] | None]] = {
     "decode": decode,
     "prefill": prefill,
     "startup": startup,
-} | {**tables.TABLES, **mtp_tables.TABLES}
+} | {**tables.TABLES, **mtp_tables.TABLES, **serving_tables.TABLES}
 
 
 def written(readme: str, tables: dict[str, list[str]]) -> str:
