@@ -11,7 +11,13 @@ from pathlib import Path
 from benchmarks.records import newest, read
 from benchmarks.tables import markdown
 
-LATENCIES = {"time_to_first_token_seconds": "TTFT", "inter_token_latency_seconds": "ITL", "e2e_request_latency_seconds": "e2e"}
+LATENCIES = {
+    "ttft": "TTFT",
+    "itl": "ITL",
+    "time_to_first_token_seconds": "TTFT",
+    "inter_token_latency_seconds": "ITL",
+    "e2e_request_latency_seconds": "e2e",
+}
 
 
 def _percents(differences: dict[str, float]) -> str:
