@@ -145,9 +145,11 @@ class EngineConfig:
         if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
         _choice("speculative_acceptance", self.speculative_acceptance, ACCEPTANCES)
-        if self.speculative_acceptance == "ratio" and not self.num_speculative_tokens:
-            raise ConfigError("speculative_acceptance: ratio is for drafts, and num_speculative_tokens is 0: there are none")
         _choice("speculative_depth", self.speculative_depth, DEPTHS)
+        for name, default in (("speculative_acceptance", "exact"), ("speculative_depth", "auto")):
+            value = getattr(self, name)
+            if value != default and not self.num_speculative_tokens:
+                raise ConfigError(f"{name}: {value} is for drafts, and num_speculative_tokens is 0: there are none")
         if self.speculative_acceptance == "ratio" and self.speculative_depth == "adaptive":
             raise ConfigError(
                 "speculative_depth: under ratio acceptance a seeded request's text depends on the depth, so it must not follow the "

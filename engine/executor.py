@@ -259,6 +259,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
             memory = CPU_CACHE_BYTES
         elif not memory:
             memory = _free_bytes(config, device, _activation_bytes(runner(allocate(1)), config, max_model_len))
+            memory -= _draft_bytes(config, model_config)
         most = _USEFUL_CACHES * config.scheduler.max_num_seqs * -(-max_model_len // BLOCK_SIZE)
         num_blocks = num_blocks_for(memory, block_bytes, most)
     num_blocks = _least_of_all_ranks(num_blocks, parallel, device)
@@ -390,6 +391,13 @@ def _activation_bytes(runner: ModelRunner, config: EngineConfig, max_model_len: 
     before = torch.cuda.memory_allocated(runner.device)
     runner.run(StepPlan(0, prefills=steps, new_sequences=sequences)).wait()
     return torch.cuda.max_memory_allocated(runner.device) - before
+
+
+def _draft_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What ratio acceptance keeps of the drafts: FP32 [rows + 1, depth, vocab] probabilities."""
+    if config.speculative_acceptance != "ratio":
+        return 0
+    return 4 * (config.scheduler.max_num_seqs + 1) * config.num_speculative_tokens * model.vocab_size
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:

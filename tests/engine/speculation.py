@@ -34,7 +34,9 @@ def engine(model: str, depth: int, *, asynchronous: bool = False, **options: Any
     names = set(SchedulerConfig.__dataclass_fields__)
     scheduler = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}
-    exact = {"dtype": "float32", "cache_format": "fp32", "device": "cpu", "max_model_len": 640, "speculative_depth": "fixed"}
+    exact = {"dtype": "float32", "cache_format": "fp32", "device": "cpu", "max_model_len": 640}
+    if depth:
+        exact["speculative_depth"] = "fixed"
     config = EngineConfig(
         model=model, num_speculative_tokens=depth, scheduler=SchedulerConfig(**scheduler), **{**exact, **rest}
     )  # fmt: skip

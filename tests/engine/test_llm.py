@@ -285,6 +285,13 @@ def test_the_progress_bar_shows_the_speed(llm: LLM, capsys: pytest.CaptureFixtur
         ({"cache_memory_bytes": 1000}, "cache_memory_bytes"),
         ({"num_cache_blocks": 10**12}, "num_cache_blocks: .* could fit"),
         ({"num_speculative_tokens": 3, "max_num_batched_tokens": 3}, "max_num_batched_tokens: one sequence needs 4, got 3"),
+        ({"speculative_acceptance": "ratio"}, "speculative_acceptance: ratio is for drafts, and num_speculative_tokens is 0"),
+        ({"speculative_depth": "fixed"}, "speculative_depth: fixed is for drafts, and num_speculative_tokens is 0"),
+        ({"speculative_acceptance": "typical"}, "speculative_acceptance: 'typical' is not one of exact, ratio"),
+        (
+            {"num_speculative_tokens": 1, "speculative_acceptance": "ratio", "speculative_depth": "adaptive"},
+            "speculative_depth: under ratio acceptance a seeded request's text depends on the depth",
+        ),
         ({"max_num_seqs": 10**9}, "max_num_seqs: at most"),
         ({"memory_fraction": "x"}, "memory_fraction: must be a number"),
         ({"prefix_cache": "no"}, "prefix_cache: must be true or false"),
