@@ -17,7 +17,7 @@ WIRE = {
     "tool_calls", "openai_types", "grammar", "tiktoken_model", "template_sandbox", "chat_format", "served_model",
     "openai_responses", "openai_logprobs", "structured_output",
 }  # fmt: skip
-HOST = {"request", "block_manager", "scheduler", "plan", "core"}
+HOST = {"request", "block_manager", "scheduler", "draft_depth", "plan", "core"}
 ENTRY = {"launch", "llm", "offline", "capacity", "replica"}
 
 
