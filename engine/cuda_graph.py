@@ -257,8 +257,9 @@ class GraphRunner:
             return self._eager(batch)
         count, lines, all_lines = meta.num_decode_seqs, batch.num_tokens, size * meta.query_len
         captured = self._graphs[size, meta.query_len]
-        into = [self._ids[:lines], self._positions[:lines], self._slots[:lines]]
-        torch._foreach_copy_(into, [batch.input_ids, batch.positions, meta.slots])
+        if lines:
+            into = [self._ids[:lines], self._positions[:lines], self._slots[:lines]]
+            torch._foreach_copy_(into, [batch.input_ids, batch.positions, meta.slots])
         self._seq_lens[:count].copy_(meta.seq_lens)
         self._block_table[:count, : meta.block_table.shape[1]].copy_(meta.block_table)
         if batch.row_mask is None:

@@ -18,7 +18,7 @@ from engine.cuda_graph import capture_sizes
 from engine.executor import Executor, assemble_core, build_worker
 from engine.messages import AddRequest, TokenOutput
 from engine.model_runner import ModelRunner
-from engine.plan import SequenceStep, StepPlan, StepResult
+from engine.plan import Agreement, SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
 from models.parallel import ParallelContext
 from tests.engine.fake_graphs import FakePool, pool
@@ -318,3 +318,14 @@ def test_a_prefill_beside_decodes_runs_eagerly(pool: FakePool) -> None:
     results = driver.run(steps, [driver.step_of(2, texts[2])]).wait().rows
     assert all(graph.replays == 0 for graph in pool.graphs)
     assert [first[0], results[0].token_ids[0]] == StubModel().expected_greedy(texts[0], 2)
+
+
+def test_an_idle_replica_replays_what_the_others_do(pool: FakePool) -> None:
+    """Report D01: without a sequence of its own it replays the agreed size, all of it padding, and writes nothing."""
+    runner = stub_runner(StubModel())
+    runner.capture_graphs(show_progress=False, sizes=[1, 4, 8])
+    content = runner.cache.layers[0].content
+    content.fill_(3.0)
+    agreement = Agreement(rows=3, sequences=3, query_len=1, decode_only=True, any_work=True)
+    assert runner.run(StepPlan(0, agreement=agreement)).wait().rows == []
+    assert [graph.replays for graph in pool.graphs] == [0, 1, 0] and bool((content == 3.0).all())
