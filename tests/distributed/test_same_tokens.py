@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import cache
@@ -64,6 +66,22 @@ def test_data_and_tensor_parallel_together(tmp_path: Path) -> None:
     with Launched(PYTHON, "--dp", "2", "--tp", "2", *SMALL, *EXACT, log=tmp_path / "log") as launched:
         launched.wait_ready()
         compare(launched, "demo", 12)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("acceptance", ["exact", "ratio"])
+@pytest.mark.parametrize(("dp", "tp"), [(2, 1), (1, 2), (2, 2)])
+def test_with_drafts(tmp_path: Path, dp: int, tp: int, acceptance: str) -> None:
+    """Greedy requests at two drafts a step: replicas agree on lines and depth, ranks of a replica draft alike."""
+    options = ("--dp", str(dp), "--tp", str(tp), "--num-speculative-tokens", "2", "--speculative-acceptance", acceptance)
+    with Launched(PYTHON, *options, *SMALL, *EXACT, log=tmp_path / "log") as launched:
+        launched.wait_ready()
+        compare(launched, "demo", 12)
+        with urllib.request.urlopen(f"http://127.0.0.1:{launched.port}/metrics", timeout=30) as answer:
+            metrics = answer.read().decode()
+        accepted = re.findall(r"^snapmla:spec_decode_num_accepted_tokens_total\{.*\} (\d+)", metrics, re.M)
+        assert len(accepted) == dp and sum(map(int, accepted)) > 20
 
 
 @pytest.mark.slow
