@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 
-from tests.server.running import eventually, run, running
+from tests.server.running import Running, eventually, run, running
 
 ROUTES = ["/", "/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/page/page.js", "/nowhere"]
 
@@ -163,3 +164,77 @@ def test_request_ids_and_the_log() -> None:
             assert (line["request_id"], line["status"], line["output_tokens"], line["finish"]) == ("trace-1", 200, 3, "length")
 
     run(test)
+
+
+def _posted(body: dict[str, Any], version: str = "1.1", headers: str = "") -> bytes:
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+async def _answer(server: Running, *sent: bytes) -> bytes:
+    """All that comes back for pieces sent one after the other, the last of which ends the connection."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    for piece in sent:
+        writer.write(piece)
+        await asyncio.sleep(0.05)
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
+def test_streams_over_http_1_0_have_no_chunks() -> None:
+    """A client, or a proxy, of HTTP/1.0 knows no Transfer-Encoding: its stream ends with the connection."""
+
+    async def test() -> None:
+        async with running(script="one two three") as server:
+            head, _, body = (await _answer(server, _posted({"prompt": "x", "stream": True}, "1.0"))).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head and b"connection: close" in head
+            assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n") and b"\r\n" not in body
+            whole = await _answer(server, _posted({"prompt": "x"}, "1.0"))
+            assert b"content-length: " in whole and json.loads(whole.partition(b"\r\n\r\n")[2])["usage"]
+            assert (await _answer(server, b"GET /nowhere HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 404")
+
+    run(test)
+
+
+@pytest.mark.parametrize("offer", ["h2c", "websocket", "TLS/1.0"])
+def test_an_offer_of_another_protocol_is_ignored(offer: str) -> None:
+    """Java's client offers h2c with its first request; the parser would drop the body and take it for the next request."""
+
+    async def test() -> None:
+        async with running() as server:
+            headers = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {offer}\r\nHTTP2-Settings: AAEAAEAA\r\n"
+            offered = _posted({"prompt": "x", "max_tokens": 3}, headers=headers)
+            last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            cut = offered.index(b"\r\n\r\n") + 4
+            for sent in ([offered + offered + last], [offered[:40], offered[40:cut], offered[cut:] + offered, last]):
+                answer = await _answer(server, *sent)
+                assert answer.count(b"HTTP/1.1 200 OK") == 3 and answer.count(b'"completion_tokens":3') == 2, answer
+            chunked = offered.partition(b"Content-Length")[0] + b"Transfer-Encoding: chunked\r\n\r\n"
+            body = offered[cut:]
+            answer = await _answer(server, chunked, b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body), last)
+            assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"completion_tokens":3' in answer, answer
+            many = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" * 50 + last
+            assert (await _answer(server, many)).count(b"HTTP/1.1 200 OK") == 51
+            assert (await _answer(server, b"CONNECT /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))[9:10] == b"4"
+
+    run(test)
+
+
+def test_a_client_that_leaves_with_a_request_behind_its_stream(caplog: pytest.LogCaptureFixture) -> None:
+    """Both of two pipelined requests learn that nobody waits: the stream is aborted and leaves no traceback, the other never starts."""
+
+    async def test() -> None:
+        async with running(replicas={"step_s": 0.02}) as server:
+            _, writer = await asyncio.open_connection(*server.address)
+            writer.write(_posted({"prompt": "x", "max_tokens": 400, "stream": True}))
+            await eventually(lambda: server.client.load()["num_open"] == 1)
+            writer.write(_posted({"prompt": "y"}))
+            await asyncio.sleep(0.2)
+            writer.transport.abort()
+            await eventually(lambda: len(server.log.lines) == 1 and not server.client.load()["num_open"])
+            assert server.log.lines[0]["finish"] == "abort"
+
+    run(test)
+    assert not caplog.records
