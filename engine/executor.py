@@ -35,7 +35,7 @@ from engine.tokenizer import Tokenizer
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
 from models.causal_lm import load_model
-from models.config import ModelConfig, ModelConfigError, load_model_config
+from models.config import ModelConfig, ModelConfigError, check_parallel, load_model_config
 from models.parallel import ParallelContext
 
 IDLE = Agreement(rows=0, sequences=0, query_len=1, decode_only=True, any_work=False)
@@ -196,14 +196,9 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     """
     device = resolve_device(config)
     folder = resolve_model(config.model, weights=config.load_format != "dummy")
-    try:
-        model_config = load_model_config(folder)
-    except ModelConfigError as error:
-        raise ConfigError(str(error)) from error
+    model_config, max_model_len = read_model(config, folder, parallel.dp, parallel.tp)
     dtype = resolve_dtype(config, device)
     fmt = resolve_cache_format(config, model_config, device, dtype)
-    max_model_len = resolve_max_model_len(config, model_config)
-    _check_heads(model_config, parallel)
     _check_cache(config, model_config, fmt, device)
     if config.kernels == "reference":
         ops.use_backend("reference")
@@ -311,6 +306,16 @@ class _Grammars:
         return self._compiler.matcher(grammar)
 
 
+def read_model(config: EngineConfig, folder: Path, dp: int, tp: int) -> tuple[ModelConfig, int]:
+    """The model's configuration and the context it is served with. Raises ConfigError for what config.json alone rules out."""
+    try:
+        model = load_model_config(folder)
+        check_parallel(model, dp, tp, fp8_weights=False)
+    except ModelConfigError as error:
+        raise ConfigError(str(error)) from error
+    return model, resolve_max_model_len(config, model)
+
+
 def resolve_device(config: EngineConfig) -> torch.device:
     """auto is CUDA if there is a device; on CUDA the current device is taken."""
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
@@ -351,11 +356,6 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len: the model's positions end at {limit}, got {config.max_model_len}")
     return config.max_model_len or limit
-
-
-def _check_heads(model: ModelConfig, parallel: ParallelContext) -> None:
-    if model.num_heads % parallel.tp:
-        raise ConfigError(f"tp: {model.num_heads} attention heads do not divide among {parallel.tp} ranks")
 
 
 def _check_cache(config: EngineConfig, model: ModelConfig, fmt: CacheFormat, device: torch.device) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
 from engine.errors import EXIT_REFUSED, ConfigError, EngineError, RequestRejected
-from engine.executor import Executor, assemble_core, build_worker, create_context, resolve_max_model_len
+from engine.executor import Executor, assemble_core, build_worker, create_context, read_model
 from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
@@ -42,7 +42,6 @@ from engine.messages import (
 from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
 from engine.transport import Address, WorkerSocket
-from models.config import ModelConfigError, load_model_config
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 log = logging.getLogger("engine.replica")
@@ -151,7 +150,7 @@ def run_worker(
     threading.Thread(target=_watch_lifeline, daemon=True).start()
     if front_end is not None:
         try:
-            _check_model(config, folder)
+            read_model(config, folder, config.parallel.dp, config.parallel.tp)  # what it rules out is said before anybody waits
         except ConfigError as error:
             front_end.kill()
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -181,17 +180,6 @@ def run_worker(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # destructors of process groups could wait for ranks that are gone
-
-
-def _check_model(config: EngineConfig, folder: Path) -> None:
-    """What config.json alone rules out, found by rank 0 before it waits for anybody. Raises ConfigError."""
-    try:
-        model = load_model_config(folder)
-    except ModelConfigError as error:
-        raise ConfigError(str(error)) from error
-    resolve_max_model_len(config, model)
-    if model.num_heads % config.parallel.tp:
-        raise ConfigError(f"tp: {model.num_heads} attention heads do not divide among {config.parallel.tp} ranks")
 
 
 def _store(place: Place) -> dist.Store:

@@ -192,7 +192,7 @@ def test_a_worker_that_fails_while_loading(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--dp", "2", "--max-model-len", "99999999"), "error: max_model_len: the model's positions end at"),
-        pytest.param(("--tp", "3"), "error: tp: 8 attention heads do not divide among 3 ranks", marks=pytest.mark.slow),
+        pytest.param(("--tp", "3"), "error: tp: 8 heads cannot be split over 3; valid: [1, 2, 4, 8]", marks=pytest.mark.slow),
         (("--reasoning-parser", "none such"), "error: reasoning_parser: 'none such'"),
     ],
 )

@@ -188,7 +188,7 @@ def test_limits_are_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatc
     ):
         with pytest.raises(ConfigError, match=words):
             build_worker(config(**kw), ParallelContext.single())
-    with pytest.raises(ConfigError, match="tp: 4 attention heads do not divide among 3 ranks"):
+    with pytest.raises(ConfigError, match="tp: 4 heads cannot be split over 3"):
         build_worker(config(), replace(ParallelContext.single(), tp=3))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device: cuda is not available"):
