@@ -201,7 +201,7 @@ def test_what_the_model_rules_out_is_said_before_anything_starts(
 ) -> None:
     """Report D18: one line that names the option, and the status of a wrong argument."""
     with Launched(PYTHON, *SMALL[:2], *options, log=tmp_path / "log") as launched:
-        ends_clean(launched, nonzero=True, limit_s=120)
+        ends_clean(launched, nonzero=True, limit_s=240)
         first, *lines = launched.text().splitlines()
         assert launched.process.returncode == 2 and first.startswith("serving the bundled demo model")
         assert len(lines) == 1 and lines[0].startswith(message), lines
