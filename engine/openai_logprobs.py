@@ -40,8 +40,12 @@ class CompletionLogprobs:
             others = {token: finite(value) for token_id, token, _, value in entry.top if token_id != entry.token_id}
             self._top.append(dict(sorted((others | own).items(), key=lambda item: -item[1])))
 
+    @property
+    def num_characters(self) -> int:
+        return sum(map(len, self._tokens))
+
     def body(self, offset: int) -> dict[str, Any] | None:
-        """offset: characters of the choice's text before these tokens."""
+        """offset: characters of the choice's tokens before these."""
         if self._asked is None:
             return None
         offsets = []

@@ -49,6 +49,7 @@ class Choice:
         self._model = model
         self._prompt_ids = prompt.token_ids
         self._begun = False  # a completion's first chunk also carries what echo asks for
+        self._logged = 0  # characters of the tokens in a completion's logprobs so far; held text is ahead of them, or behind
         self._pending = OutputDelta()  # tokens whose text a parser still holds
         self._parser: ChatParser | None = None
         self._message = _Message()
@@ -127,18 +128,16 @@ class Choice:
         return delta
 
     def _completion_chunk(self, delta: OutputDelta, first: bool) -> dict[str, Any]:
-        text = delta.text
-        if not self._work.echo and self._work.params.logprobs is None:
+        text, asked = delta.text, self._work.params.logprobs
+        if not self._work.echo and asked is None:
             return self._completion_entry(delta, text, None, first)
-        offset, scores = self.stream.text_length - len(text), CompletionLogprobs(self._work.params.logprobs)
-        if self._work.echo:
+        scores = CompletionLogprobs(asked)
+        if self._work.echo and first:
             pieces = self.stream.prompt_pieces()
-            offset += sum(map(len, pieces))
-            if first:
-                offset = 0
-                text = "".join(pieces) + text
-                scores.add_prompt(pieces, delta.prompt_logprobs)
+            text = "".join(pieces) + text
+            scores.add_prompt(pieces, delta.prompt_logprobs)
         scores.add(delta.logprobs)
+        offset, self._logged = self._logged, self._logged + scores.num_characters
         return self._completion_entry(delta, text, scores.body(offset), first)
 
     def _completion_entry(self, delta: OutputDelta, text: str, logprobs: dict[str, Any] | None, first: bool) -> dict[str, Any]:

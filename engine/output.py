@@ -76,7 +76,6 @@ class OutputStream:
         self._held = ""  # text not yet released: the longest end that could still become a stop string
         self._unsent = OutputDelta()
         self._pieces: list[str] = []  # of `text`, joined when somebody asks
-        self.text_length = 0  # characters
         self.token_ids: list[int] = []
         self.logprobs: list[TokenText] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenText | None] | None = None
@@ -169,7 +168,6 @@ class OutputStream:
     def _deliver(self, delta: OutputDelta) -> OutputDelta:
         if delta.text:
             self._pieces.append(delta.text)
-            self.text_length += len(delta.text)
         elif delta.finish_reason is None and self._tokens_with_text:
             delta, self._unsent = self._unsent, delta
         return delta

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -149,6 +150,17 @@ def test_completion_logprobs_join_to_the_text() -> None:
         assert all(token in top for token, top in zip(scores["tokens"], scores["top_logprobs"]))
         for key in scores:
             assert [value for entry in entries for value in entry["logprobs"][key]] == scores[key]
+
+
+@pytest.mark.parametrize("tokens_per_step", [1, 2, 3, 5])
+def test_streamed_completion_logprobs_are_those_of_the_whole(tokens_per_step: int) -> None:
+    """Offsets too, where text is held because it may become a stop string, or is cut by one."""
+    for answer, stop in itertools.product(("a STOPNOT b ##", "##", "aé日##b", "x STOP"), (["##"], ["STOP", "T b"], ["zz"])):
+        for echo in (False, True):
+            entries, body, _ = run(completion(stop=stop, logprobs=1, echo=echo), answer, tokens_per_step)
+            whole = body["choices"][0]["logprobs"]
+            parts = [entry["logprobs"] for entry in entries if entry["logprobs"]]
+            assert {name: [value for part in parts for value in part[name]] for name in whole} == whole
 
 
 def test_echo_and_logprobs() -> None:
