@@ -83,6 +83,7 @@ def create_app(serving: Serving, config: ServerConfig, access_log: AccessLog) ->
 
     @app.post("/tokenize", **_takes(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
+        client.refuse_unless_ready()
         body = await read_json(request)
         return JsonResponse(await prepare(lambda: model.tokenize(parse_request(TokenizeRequest, body)), body))
 

@@ -184,6 +184,12 @@ class EngineClient:
 
     # ---- requests
 
+    def refuse_unless_ready(self) -> None:
+        """Raises RequestRejected when new requests are not taken; before that it is not even known how long they may be."""
+        if self.state is not State.READY:
+            code = "shutting_down" if self.state is State.DRAINING else "not_ready"
+            raise RequestRejected(f"the engine is {self.state.value}", code=code)
+
     def submit(
         self, group: str, prompts: list[list[AddRequest]], max_tokens: int, dp_rank: int | None = None
     ) -> list[Generation]:
@@ -192,9 +198,7 @@ class EngineClient:
         group: the id the client knows; max_tokens: of each choice, for the load estimate; dp_rank: a replica the client names
         Raises RequestRejected when not serving, when the id is in use, or when dp_rank names no replica.
         """
-        if self.state is not State.READY:
-            code = "shutting_down" if self.state is State.DRAINING else "not_ready"
-            raise RequestRejected(f"the engine is {self.state.value}", code=code)
+        self.refuse_unless_ready()
         if dp_rank is not None and dp_rank not in self.router.reserved:
             raise RequestRejected(
                 f"data_parallel_rank: must lie in 0..{self.dp - 1}, got {dp_rank}", param="data_parallel_rank"

@@ -76,6 +76,7 @@ class Serving:
 
     async def respond(self, request: Request, kind: type[Any], to_work: Callable[[Any], Work]) -> Response:
         """kind: pydantic type of the body; to_work: ServedModel.completion, .chat or .generate"""
+        self.client.refuse_unless_ready()
         body = await read_json(request)
         state = request.scope["state"]
         work = await prepare(lambda: to_work(parse_request(kind, body)), body)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.frontend import State
 from tests.server.running import Running, eventually, run, running
 
 CHAT = "/v1/chat/completions"
@@ -314,6 +315,26 @@ def test_full_queue_and_unknown_model() -> None:
             await waiting
             missing = await server.post(COMPLETIONS, 404, prompt="x", model="gpt-4")
             assert missing["error"]["code"] == "model_not_found"
+
+    run(test)
+
+
+def test_nobody_is_told_of_a_context_that_is_not_known_yet() -> None:
+    """While the ranks start, a request is to come again; a front end that knows no longest prompt called every one too long."""
+
+    async def test() -> None:
+        async with running() as server:
+            server.client.state, server.model.max_model_len = State.STARTING, 0
+            bodies: dict[str, dict[str, Any]] = {
+                COMPLETIONS: {"prompt": "x"},
+                "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},
+                "/generate": {"prompt_token_ids": [1]},
+                "/tokenize": {"prompt": "x"},
+            }
+            for path, body in bodies.items():
+                response = await server.http.post(path, json=body)
+                assert response.status_code == 503 and response.headers["retry-after"]
+                assert response.json()["error"]["code"] == "not_ready" and "starting" in response.text
 
     run(test)
 
