@@ -7,7 +7,11 @@ import itertools
 import pytest
 import torch
 
+from engine.hub import resolve_model
+from engine.sampling_params import SamplingParams
 from engine.speculative import DecodeLines, Drafter, count_accepted
+from engine.tokenizer import Tokenizer
+from tests.engine.fake_graphs import FakePool
 from tests.engine.speculation import Outcome, assert_equal, engine, oracle, run, workload
 from tests.reference_checkpoints import reference_checkpoint
 
@@ -78,6 +82,28 @@ def test_the_first_draft_does_not_depend_on_the_depth(variant: str) -> None:
     common = made[1].keys() & made[3].keys()
     assert len(common) > 100
     assert {key: made[1][key] for key in common} == {key: made[3][key] for key in common}
+
+
+@pytest.mark.parametrize("toggle", [0, 3])
+def test_graphs_and_overlapped_steps(toggle: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths that only the device knows reach the graphs; drafts that come and go mix graphs and eager passes."""
+    pool = FakePool()
+    monkeypatch.setattr("engine.cuda_graph.GraphPool", lambda: pool)
+    folder = resolve_model("demo")
+    tokenizer = Tokenizer.load(folder)
+    requests = {
+        text: (tokenizer.encode(text), SamplingParams(temperature=index % 2, seed=index, max_tokens=14 + 4 * index, ignore_eos=True))
+        for index, text in enumerate(("In the beginning", "It was a fine day, and the", "def add(a, b):\n    return"))
+    }  # fmt: skip
+    plain = run(engine(str(folder), 0, num_cache_blocks=12, max_num_seqs=3), requests)
+    core = engine(str(folder), 3, asynchronous=True, num_cache_blocks=12, max_num_seqs=3)
+    core._executor._runner.capture_graphs(show_progress=False, sizes=[1, 3])
+    if toggle:
+        steps = itertools.count()
+        core._scheduler._depth.choose = lambda _: 3 * (next(steps) // toggle % 2)
+    assert_equal(run(core, requests), plain, requests)
+    assert sum(core.stats().spec_accepted_per_pos) > 5
+    assert sum(graph.replays for graph in pool.graphs) > 10
 
 
 def core_steps(plain: dict[str, Outcome]) -> int:
