@@ -73,7 +73,7 @@ def decode_step(folders: Folders) -> str | None:
 
 
 def decode_ratio(folders: Folders) -> str | None:
-    """FP8 over BF16 cache against context: attention alone at equal batch, tokens/s at equal memory, and what rooflines allow."""
+    """FP8 over BF16 cache against context: attention at equal batch, tokens/s at equal memory, and what rooflines allow."""
     lines = newest(folders.lines("decode", "decode_ratios"), "shape", "dp", "tp", "context", "simulated")
     if not lines:
         return "decode.jsonl has no ratios of cache formats (needs a Hopper GPU)"
@@ -88,7 +88,8 @@ def decode_ratio(folders: Folders) -> str | None:
         )
         contexts = [line["context"] for line in mine]
         for name, label, style, colour in (
-            ("attention_ratio", "attention's own time, equal batch", "s-", "#0072B2"),
+            ("attention_step_ratio", "attention in the step, equal batch", "s-", "#0072B2"),
+            ("attention_ratio", "attention alone, equal batch", "D:", "#56B4E9"),
             ("tokens_ratio", "tokens/s, largest batches of equal memory", "o-", "#009E73"),
             ("roofline_ratio", "the two rooflines, largest batches", "_--", "#000000"),
         ):

@@ -105,6 +105,7 @@ def test_ratios_compare_equal_batches_and_equal_memory() -> None:
         return {
             "format": fmt, "kind": kind, "batch": batch, "context": 65536, "step_us": step_us, "roofline_us": roofline_us,
             "tokens_per_s_per_gpu": 1e6 * batch / step_us, "parts": {"attention": {"us": attention_us}},
+            "kernels": [("mla", 0.8 * attention_us, 61, "attention"), ("stream", 20e3, 116, "experts"), ("plan", 100.0, 1, "attention")],
         }  # fmt: skip
 
     lines = [
@@ -115,6 +116,7 @@ def test_ratios_compare_equal_batches_and_equal_memory() -> None:
     (found,) = decode.ratios(lines)
     assert found["attention_ratio"] == pytest.approx(1.5) and found["step_ratio"] == pytest.approx(1.25)
     assert found["tokens_ratio"] == pytest.approx(16 / 9) and found["roofline_ratio"] == pytest.approx(16 / 40 * 36 / 9)
+    assert found["attention_step_ratio"] == pytest.approx(14.5 / 9.7)
     assert found["equal_batch"] == 9 and found["largest_batches"] == [16, 9]
     assert not list(decode.ratios(lines[:2])), "without the other format there is nothing to compare"
 
