@@ -57,10 +57,14 @@ def sm_count(device_index: int) -> int:
 class Kernel:
     """One loaded __global__ function on one device.
 
-    shared_memory: bytes of dynamic shared memory, read from the cubin's `<name>_smem` when it has one.
+    shared_memory: bytes of dynamic shared memory, read from the cubin's `<name>_smem` when it has one
+    beside: leaves L1 at its smallest, so that it starts on SMs where a product still runs. Loads in flight lie in L1:
+        where all kernels did, a large fetch_dequant came to 0.73 of copy bandwidth, with L1 as it comes to 0.87
     """
 
-    def __init__(self, module: str, name: str, device_index: int, defines: tuple[tuple[str, int], ...] = ()) -> None:
+    def __init__(
+        self, module: str, name: str, device_index: int, defines: tuple[tuple[str, int], ...] = (), beside: bool = True
+    ) -> None:
         if driver is None:
             raise KernelError(name, "cuda-bindings is not installed; pip install cuda-bindings")
         require_hopper(name, torch.device("cuda", device_index))
@@ -79,10 +83,11 @@ class Kernel:
             if self.shared_memory:  # what the kernel has beside it counts, too, towards the 48 KB that need no asking
                 attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 check(name, driver.cuFuncSetAttribute(self.function, attribute, self.shared_memory))
-            # One split of L1 and shared memory for all: an SM changes it only when idle, so a kernel that wants another one
-            # would not start beside the last CTAs of the kernel before it.
-            carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
-            check(name, driver.cuFuncSetAttribute(self.function, carveout, 100))
+            if beside:
+                # One split of L1 and shared memory for all: an SM changes it only when idle, so a kernel that wants another
+                # one would not start beside the last CTAs of the kernel before it.
+                carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+                check(name, driver.cuFuncSetAttribute(self.function, carveout, 100))
 
     def _read_int(self, symbol: str) -> int:
         found = driver.cuLibraryGetGlobal(self._library, symbol.encode())
@@ -129,9 +134,9 @@ class Kernel:
 
 
 @cache
-def kernel(module: str, name: str, device_index: int, defines: tuple[tuple[str, int], ...] = ()) -> Kernel:
+def kernel(module: str, name: str, device_index: int, defines: tuple[tuple[str, int], ...] = (), beside: bool = True) -> Kernel:
     """The loaded kernel, compiled and loaded at the first call in this process."""
-    return Kernel(module, name, device_index, defines)
+    return Kernel(module, name, device_index, defines, beside)
 
 
 @lru_cache(maxsize=4096)

@@ -13,6 +13,7 @@ from kernels.layout import FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, LatentCach
 
 WARPS = 4  # rows of a CTA, WARPS of csrc/latent.cu
 _APPEND_CTAS = 6  # of an SM: as many as its registers hold
+_FEW_ROWS = 1024  # a decode step's: these start beside a product, more stream through L1
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 _QuantizeQArgs = binding.struct("_QuantizeQArgs", [
@@ -45,7 +46,7 @@ def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device,
     if op == "append_kv" and fmt is CacheFormat.FP8:  # its warps walk over the rows
         grid = min(grid, _APPEND_CTAS * binding.sm_count(device.index))
     with torch.cuda.device(device):
-        kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}", device.index)
+        kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}", device.index, beside=rows <= _FEW_ROWS)
         kernel.launch(grid, 32 * WARPS, args, overlap=True)
 
 
