@@ -122,7 +122,8 @@ def fig7(folders: Folders) -> str | None:
     heads = [count for count in (16, 32, 64, 128) if any(line["heads"] == count for line in lines)]
     if not heads:
         return "kernel_figures.jsonl and kernel_decode.jsonl hold no batch of 32 (needs a Hopper GPU)"
-    rows = [pair for pair in ((1, 2), (3, 4)) if any(line["query_len"] in pair for line in lines)]
+    measured = {(line["heads"], line["query_len"]) for line in lines}
+    rows = [pair for pair in ((1, 2), (3, 4)) if all((count, pair[0]) in measured for count in heads)]
     figure, axes = plt.subplots(
         len(rows), len(heads), figsize=(3.6 * len(heads), 3.5 * len(rows) + 1.4), layout="constrained", squeeze=False, sharey="col"
     )  # fmt: skip
@@ -159,8 +160,9 @@ def _kernel_panel(axis: Axes, lines: list[Line], pair: tuple[int, int]) -> None:
             if not points:
                 continue
             rate = np.array([line["tflops"] for line in points])
-            # Quartiles of the time around its median, as rates.
-            ends = [[line["us"] / line["us_quartiles"][1], line["us"] / line["us_quartiles"][0]] for line in points]
+            # Quartiles of the time around its median, as rates; lines rebuilt from a run's printed output have none.
+            quartiles = [line.get("us_quartiles", (line["us"], line["us"])) for line in points]
+            ends = [[line["us"] / high, line["us"] / low] for line, (low, high) in zip(points, quartiles)]
             tokens = f"{query_len} query token{'s' * (query_len > 1)}"
             axis.errorbar(
                 [line["longest"] for line in points], rate, yerr=np.abs(np.array(ends).T * rate - rate), label=f"{name}, {tokens}",
