@@ -547,7 +547,7 @@ def grouped_mlp(
     """Weighted sum over a token's local experts of down_e(silu(gate_e x) * up_e x).
 
     x: BF16|FP32 [T, D]; weights: FP32 [T, K]; ids: int32 [T, K] global expert ids, both of any row stride. Rows that come
-        quantized, codes and scales of any row stride, give the bits of the rows they were made from.
+        quantized, codes and scales of any row stride, give what the rows they were made from give.
     gate_up: [E_local, 2 I, D]; down: [E_local, D, I]; they hold experts first_expert .. first_expert + E_local - 1
     Ids outside that range (remote, zero-computation or masked experts, -1 included) contribute nothing and cost nothing.
     load: int64 [E_local] or None; the number of rows each expert gets is added to it

@@ -4,7 +4,7 @@ Each rank of a replica owns 1/tp of the replica's rows, so no row is routed twic
 row count, also for a replica without rows; padded rows carry expert id -1, which costs nothing.
 
 With `fp8_dispatch` rows travel the way FP8 experts quantize them anyway, 1.03 bytes a channel instead of 2: the experts get
-the same codes and scales, so every bit of the result is the same. What comes back are sums, in the activations' dtype.
+the same codes and scales, and so compute the same. What comes back are sums, in the activations' dtype.
 """
 
 from __future__ import annotations

@@ -103,7 +103,9 @@ def test_prefill_attention(dtype: torch.dtype, causal: bool, lens: list[tuple[in
     want = ops.prefill_attention(q.float(), k.float(), v.float(), cu_q, cu_k, **options)
     got = ops.prefill_attention(q.cuda(), k.cuda(), v.cuda(), cu_q.cuda(), cu_k.cuda(), **options)
     told = ops.prefill_attention(q.cuda(), k.cuda(), v.cuda(), cu_q.cuda(), cu_k.cuda(), **options, lens_q=len_q, lens_k=len_k)
-    assert all(torch.equal(a, b) for a, b in zip(got, told)), "the same lengths from the host"
+    # The same lengths from the host. The fused kernel may split few queries' keys and add the parts in any order.
+    assert relative_error(told[0], got[0].double()) < 2e-3
+    torch.testing.assert_close(told[1], got[1], rtol=1e-4, atol=1e-4)
     assert got[0].dtype == dtype
     assert relative_error(got[0].cpu(), want[0].double()) < (0.005 if dtype == torch.bfloat16 else 1e-5)
     seen = want[1] != -math.inf
