@@ -45,6 +45,15 @@ def wrong_world_size(parallel: ParallelConfig, world_size: int, local_world_size
     return f"{text} Run on each node: torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m engine.launch {arguments}"
 
 
+def asked_to_stop() -> bool:
+    """Whether one of STOP_SIGNALS, which are blocked, has come since the last call. `signal.sigtimedwait` would not do: in a
+    process that was paused and goes on (Ctrl-Z and fg, a laptop's lid) it may return a signal that nobody sent."""
+    if signal.sigpending().isdisjoint(STOP_SIGNALS):
+        return False
+    signal.sigwait(STOP_SIGNALS)
+    return True
+
+
 class Supervisor:
     """Starts one worker process per rank and ends them all when one ends.
 
@@ -95,7 +104,8 @@ class Supervisor:
         first_signal = deadline = float("inf")
         running = dict(enumerate(self._workers))
         while running:
-            if signal.sigtimedwait(STOP_SIGNALS, _POLL_S) is not None:
+            time.sleep(_POLL_S)
+            if asked_to_stop():
                 now = time.monotonic()
                 if now - first_signal > SAME_SIGNAL_S:
                     print("second signal: ending at once", file=sys.stderr, flush=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 
 from engine.config import ParallelConfig
 from engine.launch import wrong_world_size
-from tests.distributed.launched import PYTHON, SMALL, Launched, is_free, state, torchrun
+from tests.distributed.launched import PYTHON, ROOT, SMALL, Launched, is_free, state, torchrun
 
 PROMPT = "In the beginning"
 NOTICE_S = 5.0  # the promise: a dead or frozen process is noticed within
@@ -59,6 +61,41 @@ def test_the_literal_command(tmp_path: Path) -> None:
         ends_clean(launched, nonzero=True, limit_s=60)  # torchrun's own status after a signal is not 0
         reader.join(10)
         assert "".join(tokens) == answers.pop()
+
+
+def test_a_pause_is_no_signal_to_stop() -> None:
+    """Ctrl-Z and fg, or a laptop that sleeps: a launch that was paused goes on, and still ends when it is asked to."""
+    code = """if True:
+        import signal
+        from engine.config import ServerConfig
+        from engine.launch import STOP_SIGNALS, Supervisor
+
+        class Worker:
+            returncode = None
+
+            def poll(self):
+                return self.returncode
+
+            def send_signal(self, what):
+                self.returncode = 0
+
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        supervisor = Supervisor([], 1, ServerConfig())
+        supervisor._workers.append(Worker())
+        print("watching", flush=True)
+        raise SystemExit(supervisor._watch())
+    """
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None and process.stdout.readline() == "watching\n"
+    for _ in range(4):
+        time.sleep(0.2)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGCONT)
+    time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == 0
 
 
 FAULTS = [
