@@ -280,23 +280,19 @@ class GraphRunner:
     ) -> bool:
         """Replay the draft passes behind the step that `forward` just replayed. False when that step ran eagerly."""
         size = self.padded_size(num_sequences, query_len)
-        if size is None or self._drafter is None:
+        captured = self._graphs[size, query_len] if size is not None else None
+        if captured is None or captured.draft is None or self._drafter is None:
             return False
-        graph = self._graphs[size, query_len].draft
-        assert graph is not None, "captured with a drafter"
         count = len(rows.rows)
-        if count:
-            into, values = [self._next_ids[: len(next_ids)]], [next_ids]
-            into += [self._rows[:count], self._num_slots[:count]]
-            values += [rows.rows, rows.num_slots]
-            if accepted is not None:
-                into, values = [*into, self._accepted[:count]], [*values, accepted]
-            torch._foreach_copy_(into, values)
-        if count < size:
-            self._rows[count:size].fill_(self._drafter.padded_row)
-            self._num_slots[count:size].zero_()
+        self._next_ids[: len(next_ids)].copy_(next_ids)
+        self._rows[:count].copy_(rows.rows)
+        self._rows[count:size].fill_(self._drafter.padded_row)
+        self._num_slots[:count].copy_(rows.num_slots)
+        self._num_slots[count:size].zero_()
+        if accepted is not None:
+            self._accepted[:count].copy_(accepted)
             self._accepted[count:size].zero_()
-        graph.replay()
+        captured.draft.replay()
         return True
 
 

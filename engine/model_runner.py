@@ -325,9 +325,8 @@ class ModelRunner:
         num_lines, query_len = len(plan.decodes) * plan.query_len, plan.query_len
         targets = tokens[:num_lines].view(-1, query_len)
         accepted = count_accepted(targets, inputs.drafts, inputs.num_drafts)
-        last, rows = targets.gather(1, accepted[:, None])[:, 0], inputs.sample_rows[:num_lines:query_len]
-        if num_lines < len(tokens):
-            last, rows = torch.cat((last, tokens[num_lines:])), torch.cat((rows, inputs.sample_rows[num_lines:]))
+        last = torch.cat((targets.gather(1, accepted[:, None])[:, 0], tokens[num_lines:]))
+        rows = torch.cat((inputs.sample_rows[:num_lines:query_len], inputs.sample_rows[num_lines:]))
         self._last_tokens.index_copy_(0, rows, last.clamp(min=0))
         self._accepted.index_copy_(0, rows[: len(accepted)], accepted)
         return accepted
@@ -337,30 +336,22 @@ class ModelRunner:
     ) -> None:
         """Bring the draft layer up to date with the step and draft for the next one."""
         assert self._drafter is not None and inputs.next_ids is not None and inputs.draft_rows is not None
-        next_ids, rows = tokens.clamp(min=0), inputs.draft_rows
-        if plan.prefills:  # else every line is sampled
-            next_ids = inputs.next_ids.index_copy_(0, inputs.sample_index, next_ids)
+        inputs.next_ids.index_copy_(0, inputs.sample_index, tokens.clamp(min=0))
+        rows = inputs.draft_rows
         depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
         sequences = self._sequences_to_replay(plan)
         graphs = self._graphs if sequences is not None else None
         if (
             graphs is not None
             and depth == graphs.draft_depth(plan.query_len)
-            and graphs.draft(sequences or 0, plan.query_len, next_ids, accepted, rows)
+            and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows)
         ):
             return
         if accepted is not None:
             count = len(plan.decodes)
             behind = torch.nn.functional.pad(accepted, (0, len(rows.rows) - count))
             rows = replace(rows, lines=rows.lines + behind, positions=rows.positions + behind)
-        self._drafter.draft(inputs.batch, hidden, next_ids, accepted, rows, depth=depth)
-
-    def _replays(self, plan: StepPlan) -> bool:
-        """Whether the step's forward pass is a captured graph."""
-        sequences = self._sequences_to_replay(plan)
-        if self._graphs is None or sequences is None:
-            return False
-        return self._graphs.padded_size(sequences, plan.query_len) is not None
+        self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
 
     def _sequences_to_replay(self, plan: StepPlan) -> int | None:
         """Sequences that a graph of this step must hold, the most of any replica; None when the step runs eagerly: any
@@ -455,12 +446,11 @@ class ModelRunner:
                 if row_mask is not None:
                     row_mask = _with_front(row_mask, at.live)
                     num_query = (d_num_drafts + 1).to(torch.int32)
-            table = self._table_of(d_rows, draft_rows) if prefills else decode_table
-            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, table)
+            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
         # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
         lines = d_ids[:num_lines].view(num_decodes, query_len)
-        last = self._last_tokens.index_select(0, d_decode_rows)
-        lines[:, 0] = torch.where(lines[:, 0] < 0, last, lines[:, 0]) if any(step.token_ids for step in decodes) else last
+        known = lines[:, 0]
+        known.copy_(torch.where(known < 0, self._last_tokens.index_select(0, d_decode_rows), known))
         drafts = None
         if query_len > 1:
             assert self._drafter is not None, "the plan has drafts, this runner makes none"
@@ -475,10 +465,8 @@ class ModelRunner:
             ]
             table = self._table_of(d_prefill_rows, prefill_rows)
             prefill = PrefillMetadata(table, cu_lens_q, int(chunk_lens.max()), context, chunk_lens.tolist())
-        if self._probe is not None:
-            self._probe.follow(plan, token_rows, positions, live, d_ahead if ahead.any() else None)
         decode_plan = None
-        if decodes and not self._replays(plan):  # a graph makes its own
+        if decodes:
             decode_plan = ops.plan_decode(d_seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
         attention = AttentionMetadata(
             num_decode_seqs=num_decodes,
@@ -491,6 +479,8 @@ class ModelRunner:
             prefill=prefill,
         )
         ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
+        if self._probe is not None:
+            self._probe.follow(plan, token_rows, positions, live, d_ahead if ahead.any() else None)
         batch = ForwardBatch(
             d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows, probe=self._probe
         )

@@ -220,11 +220,8 @@ class Drafter:
         batch: the step's own; hidden: [T, D] its hidden states; next_ids: int64 [T] the token after each line
         accepted: int64 [B] accepted drafts of each decode sequence; lines past them leave no entry
         """
-        meta = batch.attention
         if accepted is not None:
             batch = self._without_rejected(batch, accepted)
-        elif meta.num_decode_seqs and meta.decode_plan is None:  # the step itself was a graph, with a plan of its own
-            batch = replace(batch, attention=replace(meta, decode_plan=self._plan(meta.seq_lens, meta.query_len)))
         g = self._head.forward(next_ids, hidden, batch).index_select(0, rows.lines)
         positions = rows.positions
         for index in range(depth):
