@@ -31,6 +31,12 @@ def _depth(line: Line) -> str:
     return f"{line['depth']}, adaptive" if line["adaptive"] else str(line["depth"])
 
 
+def _rate(line: Line) -> str:
+    """Tokens per second, and how many times those of k = 0 in the same run, if that was measured."""
+    times = f" ({line['speed_up']:.2f}x)" if line["speed_up"] is not None else ""
+    return f"{line['tokens_per_s']:.0f}{times}"
+
+
 def _order(line: Line) -> tuple[Any, ...]:
     return line["temperature"], line["acceptance"], line["adaptive"], line["depth"]
 
@@ -47,9 +53,7 @@ def speed(results: Path) -> list[str] | None:
     cells: list[Sequence[object]] = []
     for by_batch in rows.values():
         line = by_batch[max(by_batch)]
-        figures = [
-            f"{by_batch[batch]['tokens_per_s']:.0f} ({by_batch[batch]['speed_up']:.2f}x)" if batch in by_batch else "" for batch in batches
-        ]  # fmt: skip
+        figures = [_rate(by_batch[batch]) if batch in by_batch else "" for batch in batches]
         how = line["acceptance"] if line["depth"] else ""
         cells.append((line["temperature"], how, _depth(line), *figures, _positions(line), f"{line['tokens_per_step']:.2f}"))
     head = (
