@@ -85,13 +85,14 @@ class FidelityProbe:
         self._num_slots = count
         if not count:
             return
-        moved, of_batch, of_shadow = to_device([slots, pairs[:, 0].copy(), pairs[:, 1].copy()], self._device)
+        arrays = [slots, pairs[:, 0].copy(), pairs[:, 1].copy()] if len(pairs) else [slots]
+        moved, *compared = to_device(arrays, self._device)
         self._slots[:count].copy_(moved)
         if ahead is not None:
             lines = self._slots[: len(ahead) * plan.query_len].view(len(ahead), -1)
             lines += torch.where(lines >= 0, ahead[:, None], 0)
-        if len(pairs):
-            self._rows, self._shadow_rows = of_batch, of_shadow
+        if compared:
+            self._rows, self._shadow_rows = compared
 
     def forget_step(self) -> None:
         """A pass that belongs to no step comes next: it must write no shadow and compare nothing, but if it is captured its
