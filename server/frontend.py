@@ -323,7 +323,7 @@ class EngineClient:
             for number, rank in self._ranks.items():
                 self._send(rank.peer, Ping(self._nonce))
                 if late > PING_INTERVAL_S:
-                    rank.heard += late  # this process was held up itself: do not blame the rank
+                    rank.heard = min(now, rank.heard + late)  # this process was held up itself: do not blame the rank
                 limit = self.config.heartbeat_s if self.state is not State.STARTING else START_HEARTBEAT_S
                 if self.state is not State.FAILED and now - rank.heard > limit:
                     self.silent_rank = number

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -163,6 +164,23 @@ def test_a_long_step_is_no_freeze() -> None:
             await asyncio.sleep(2.0)
             assert client.check()[0]
             assert (await tokens_of(generation)) == ([4], "length")
+
+    run(test)
+
+
+def test_a_front_end_that_was_held_up_blames_nobody_and_forgives_nothing() -> None:
+    """A rank that answered before a pause of the front end and died in it is noticed within the limit, not within the pause."""
+
+    async def test() -> None:
+        async with engine(heartbeat_s=1.0) as (client, replicas):
+            pings = client._nonce
+            while client._nonce == pings:
+                await asyncio.sleep(0)
+            threading.Timer(1.0, replicas[0].stop).start()
+            time.sleep(4.0)  # the whole process stands still; the rank's last answer waits in the socket
+            await asyncio.sleep(0.05)
+            assert client.check()[0]
+            await eventually(lambda: not client.check()[0], limit_s=3.0)
 
     run(test)
 
