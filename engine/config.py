@@ -146,10 +146,16 @@ class EngineConfig:
             raise ConfigError(f"num_speculative_tokens: at most {MAX_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}")
         _choice("speculative_acceptance", self.speculative_acceptance, ACCEPTANCES)
         _choice("speculative_depth", self.speculative_depth, DEPTHS)
-        for name, default in (("speculative_acceptance", "exact"), ("speculative_depth", "auto")):
-            value = getattr(self, name)
+        for owner, name, default in (
+            (self, "speculative_acceptance", "exact"),
+            (self, "speculative_depth", "auto"),
+            (self.scheduler, "speculative_max_batch", 0),
+        ):
+            value = getattr(owner, name)
             if value != default and not self.num_speculative_tokens:
                 raise ConfigError(f"{name}: {value} is for drafts, and num_speculative_tokens is 0: there are none")
+        if self.fast_start and not self.cuda_graphs:
+            raise ConfigError("fast_start: puts off the capture of CUDA graphs, and cuda_graphs is off")
         if self.speculative_acceptance == "ratio" and self.speculative_depth == "adaptive":
             raise ConfigError(
                 "speculative_depth: under ratio acceptance a seeded request's text depends on the depth, so it must not follow the "

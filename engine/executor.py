@@ -200,6 +200,12 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     dtype = resolve_dtype(config, device)
     fmt = resolve_cache_format(config, model_config, device, dtype)
     _check_cache(config, model_config, fmt, device)
+    # The reference operations choose their work on the host, which a capture cannot record.
+    with_graphs = config.cuda_graphs and device.type == "cuda" and config.kernels != "reference"
+    if config.fast_start and not with_graphs:
+        raise ConfigError(
+            "fast_start: puts off the capture of CUDA graphs, of which a CPU and the reference operations have none"
+        )
     if config.kernels == "reference":
         ops.use_backend("reference")
     try:
@@ -269,8 +275,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
         asynchronous=config.async_scheduling and device.type == "cuda",
     )
     model_runner = runner(allocate(num_blocks))
-    if config.cuda_graphs and device.type == "cuda" and config.kernels != "reference":
-        # The reference operations choose their work on the host, which a capture cannot record.
+    if with_graphs:
         model_runner.capture_graphs(show_progress=parallel.rank == 0, fast_start=config.fast_start)
     for experts in model.experts:
         experts.load.zero_()  # the step that sized the cache served nobody

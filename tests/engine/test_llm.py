@@ -287,6 +287,9 @@ def test_the_progress_bar_shows_the_speed(llm: LLM, capsys: pytest.CaptureFixtur
         ({"num_speculative_tokens": 3, "max_num_batched_tokens": 3}, "max_num_batched_tokens: one sequence needs 4, got 3"),
         ({"speculative_acceptance": "ratio"}, "speculative_acceptance: ratio is for drafts, and num_speculative_tokens is 0"),
         ({"speculative_depth": "fixed"}, "speculative_depth: fixed is for drafts, and num_speculative_tokens is 0"),
+        ({"speculative_max_batch": 8}, "speculative_max_batch: 8 is for drafts, and num_speculative_tokens is 0"),
+        ({"fast_start": True, "cuda_graphs": False}, "fast_start: .* cuda_graphs is off"),
+        ({"fast_start": True}, "fast_start: puts off the capture of CUDA graphs, of which a CPU"),
         ({"speculative_acceptance": "typical"}, "speculative_acceptance: 'typical' is not one of exact, ratio"),
         (
             {"num_speculative_tokens": 1, "speculative_acceptance": "ratio", "speculative_depth": "adaptive"},

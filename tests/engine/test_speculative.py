@@ -45,7 +45,8 @@ def test_same_tokens_when_most_drafts_are_right(variant: str, scheduler: dict[st
     token, and no slot of a rejected draft is lost."""
     requests, scheduler = workload(seed=1), dict(scheduler)
     toggle = scheduler.pop("toggle", 0)
-    plain = run(engine(str(reference_checkpoint(variant)), 0, **scheduler), requests)
+    without_drafts = {name: value for name, value in scheduler.items() if name != "speculative_max_batch"}
+    plain = run(engine(str(reference_checkpoint(variant)), 0, **without_drafts), requests)
     for depth, wrong_every, asynchronous in ((1, 1000, False), (3, 4, True)):
         core = engine(str(reference_checkpoint(variant)), depth, asynchronous=asynchronous, **scheduler)
         if toggle:  # drafts come and go every few steps, as they do where they stop to pay
