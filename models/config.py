@@ -238,6 +238,7 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
     """Fields of all families."""
     fields.require("hidden_act", "silu")
     fields.require("attention_bias", False)
+    fields.require("partial_rotary_factor", 1.0)  # what of a head is rotated is qk_rope_head_dim's to say
     fields.refuse("index_topk", "index_n_heads", "index_head_dim", feature="sparse attention with an indexer")
     fields.refuse("mlp_bias", "use_sliding_window", "sliding_window", feature="this layer variant")
     for name in fields.raw:

@@ -91,7 +91,9 @@ def test_experts_get_their_share_of_every_rank_s_choices(
     pairs: list[tuple[int, int]] = []
     original = ops.grouped_mlp
 
-    def counted(x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *experts: object, first_expert: int, load: object) -> torch.Tensor:
+    def counted(
+        x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, *experts: object, first_expert: int, load: object
+    ) -> torch.Tensor:
         local = (ids >= first_expert) & (ids < first_expert + moe.num_experts // world)
         share = len(x) // world
         chosen = ids[:share]  # this rank's own choices

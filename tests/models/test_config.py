@@ -112,6 +112,7 @@ def test_both_spellings_of_the_rope_fields() -> None:
         ({"model_type": "deepseek_v32"}, "model_type: 'deepseek_v32'"),
         ({"index_topk": 2048}, "index_topk: sparse attention"),
         ({"attention_bias": True}, "attention_bias"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: 0.5 is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_interleave": False}, "rope_interleave"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
