@@ -82,7 +82,7 @@ class Heartbeat:
             if heard is not None and asked is None and now - heard > self._limit_s:
                 self._end(f"the front end has been silent for {now - heard:.1f} s: dead or frozen")
             if asked is not None and now - asked > SHUTDOWN_GRACE_S:
-                self._end(f"no step ended within {SHUTDOWN_GRACE_S:g} s of the request to shut down")
+                self._end(f"still running {SHUTDOWN_GRACE_S:g} s after the request to shut down")
         self._flush(socket)
         socket.close(linger_s=1.0)
 

@@ -112,10 +112,7 @@ class Request:
                 raise RequestRejected("the line needs either prompt or messages (or custom_id, url and body)", param="prompt")
             self.body, self.kind = value, CompletionRequest if "prompt" in value else ChatCompletionRequest
         self.body = defaults | self.body
-        if self.body.get("stream"):
-            raise RequestRejected("stream: a batch has no streams; remove it", param="stream")
-        if self.body.get("data_parallel_rank"):
-            raise RequestRejected("data_parallel_rank: a batch runs on one replica; remove it", param="data_parallel_rank")
+        _check_body(self.body)
 
     def _read_batch_line(self, value: dict[str, Any]) -> None:
         self.custom_id = _checked_id(value.get("custom_id"))
@@ -135,12 +132,23 @@ class Request:
         self.body, self.kind = value["body"], URLS[url]  # type: ignore[assignment]
 
 
+def _check_body(body: dict[str, Any]) -> None:
+    """What a batch has no use for, whatever the request."""
+    if body.get("stream"):
+        raise RequestRejected("stream: a batch has no streams; remove it", param="stream")
+    if body.get("data_parallel_rank"):
+        raise RequestRejected("data_parallel_rank: a batch runs on one replica; remove it", param="data_parallel_rank")
+
+
 def check_defaults(defaults: dict[str, Any]) -> None:
-    """Raises ConfigError for body fields that neither a prompt nor a chat could have."""
+    """Raises ConfigError for body fields that neither a prompt nor a chat of a batch could have, or that each line brings."""
     message = {"role": "user", "content": "x"}
+    if own := sorted(defaults.keys() & {"prompt", "messages"}):
+        raise ConfigError(f"--defaults: {own[0]}: is what each line of the input brings; remove it")
     for kind, least in ((ChatCompletionRequest, {"messages": [message]}), (CompletionRequest, {"prompt": "x"})):
         try:
             parse_request(kind, least | defaults)
+            _check_body(defaults)
         except RequestRejected as error:
             problem = error
         else:

@@ -119,6 +119,20 @@ def test_defaults_of_either_kind_of_line_are_taken() -> None:
     check_defaults({"chat_template_kwargs": {"thinking": True}})
 
 
+@pytest.mark.parametrize(
+    ("defaults", "words"),
+    [
+        ({"stream": True}, "stream: a batch has no streams"),
+        ({"data_parallel_rank": 1}, "data_parallel_rank: a batch runs on one replica"),
+        ({"messages": []}, "messages: is what each line of the input brings"),
+        ({"prompt": "x"}, "prompt: is what each line of the input brings"),
+    ],
+)
+def test_defaults_that_no_line_could_use_are_refused_once(defaults: dict, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--defaults: {words}"):
+        check_defaults(defaults)
+
+
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
     records = run(tmp_path, [codecs.BOM_UTF8 + encoded("a")[0], *encoded("b")])
     assert [record["error"] for record in records] == [None, None]
