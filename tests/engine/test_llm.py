@@ -182,6 +182,7 @@ def test_template_switches_that_cannot_be_are_refused(llm: LLM, switches: Any) -
 
 def test_ctrl_c_within_a_step_waits_for_its_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real signal in the middle of a step: half a step would leave the scheduler and the runner apart for ever."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
     refs = references(VARIANT)
     submit, calls = llm._core._executor.submit, []
 

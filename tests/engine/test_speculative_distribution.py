@@ -49,6 +49,9 @@ class MarkovModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden @ torch.cat((LOGITS, DRAFT_LOGITS))
 
+    def expert_load(self) -> None:
+        """No experts."""
+
 
 def markov_core(depth: int, ratio: bool = False, asynchronous: bool = False) -> EngineCore:
     config = stub_config(vocab_size=VOCAB)
