@@ -19,8 +19,9 @@ $(VENV)/.tests: $(VENV)/.runtime
 demo: $(VENV)/.runtime
 	$(BIN)/python -m engine.demo
 
+# One thread a process: two busy processes are faster than one whose threads wait for each other.
 test: lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff check .
