@@ -1,4 +1,4 @@
-# Everything sets itself up: a virtual environment in .venv with the tested versions of constraints.txt.
+# Everything sets itself up: a virtual environment in .venv with the tested versions of .constraints.txt.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
