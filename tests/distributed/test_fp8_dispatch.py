@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ from models.config import load_model_config
 from models.layers.moe import MoE
 from models.parallel import ParallelContext
 from models.weights import RandomSource, Weights
-from tests.distributed.test_parallel import ROOT, free_port
+from tests.distributed.test_parallel import run_ranks
 from tests.reference_checkpoints import reference_checkpoint
 
 VARIANTS = ["deepseek_v3-tiny", "longcat_flash-tiny"]  # sigmoid router and shared expert; zero-computation experts
@@ -80,23 +78,7 @@ def check_world(plain: ParallelContext) -> None:
 def test_same_bits_as_unquantized_rows(world_size: int, worlds: list[str]) -> None:
     for variant in VARIANTS:
         reference_checkpoint(variant)  # once, not in every rank
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.test_fp8_dispatch", *worlds],
-            cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(world_size)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, output) in enumerate(zip(processes, outputs)):
-        assert process.returncode == 0, f"rank {rank} failed:\n{output}"
+    run_ranks(world_size, *worlds, module="tests.distributed.test_fp8_dispatch", timeout_s=120)
 
 
 def test_a_simulated_rank_takes_the_same_way() -> None:

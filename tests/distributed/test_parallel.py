@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,38 +13,30 @@ from kernels.layout import CacheFormat
 from models.causal_lm import load_model
 from models.config import load_model_config
 from models.parallel import ParallelContext
+from tests.distributed.launched import ROOT, free_port
 from tests.models.driver import Driver
 from tests.reference_checkpoints import reference_checkpoint, references
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def run_ranks(world_size: int, *arguments: str) -> list[str]:
-    """Start this file once per rank and return their outputs; a rank that fails fails the test with its output."""
+def run_ranks(world_size: int, *arguments: str, module: str, timeout_s: float) -> None:
+    """Start a module of tests once per rank; a rank that fails fails the test with its output."""
     environment = os.environ | {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.distributed.test_parallel", *arguments],
+            [sys.executable, "-m", module, *arguments],
             cwd=ROOT, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(world_size)
     ]  # fmt: skip
     try:
-        outputs = [p.communicate(timeout=240)[0] for p in processes]
+        outputs = [p.communicate(timeout=timeout_s)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()
     for rank, (p, output) in enumerate(zip(processes, outputs)):
         assert p.returncode == 0, f"rank {rank} failed:\n{output}"
-    return outputs
 
 
 # ---- what a rank does ---------------------------------------------------------------------------------------------
@@ -132,7 +122,7 @@ def test_ranks_agree_with_one_process(world_size) -> None:
     reaches no expert and no sum, expert names and the cache are the same in every parallel mode."""
     for case in CASES[world_size]:
         reference_checkpoint(case.split(":")[0])  # once, not in every rank
-    run_ranks(world_size, *CASES[world_size])
+    run_ranks(world_size, *CASES[world_size], module="tests.distributed.test_parallel", timeout_s=240)
 
 
 def test_wrong_world_size_is_named() -> None:

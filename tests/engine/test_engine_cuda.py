@@ -38,9 +38,7 @@ def prompts() -> list[list[int]]:
     return own + [ids[:200] + ids[7000 + 90 * i : 7000 + 90 * i + 30 + i] for i in range(4)]
 
 
-@functools.cache
-def worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
-    """Built once: between tests its tables are empty, whatever the cache still holds."""
+def new_worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
     return build_worker(
         EngineConfig(
             model=str(DEMO), device="cuda", cache_format="bf16", num_cache_blocks=NUM_BLOCKS, max_model_len=1024,
@@ -48,6 +46,12 @@ def worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
         ),
         ParallelContext.single(),
     )  # fmt: skip
+
+
+@functools.cache
+def worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
+    """Built once: between tests its tables are empty, whatever the cache still holds."""
+    return new_worker(graphs)
 
 
 def engine(graphs: bool, **features: int | bool) -> Engine:

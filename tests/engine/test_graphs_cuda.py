@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from engine import executor as executor_module
-from engine.config import EngineConfig, SchedulerConfig
-from engine.executor import Executor, WorkerInfo, build_worker
-from models.parallel import ParallelContext
+from engine.executor import Executor, WorkerInfo
 from tests.comparator import assert_same_generations
 from tests.engine.test_core import Engine
-from tests.engine.test_engine_cuda import DEMO, GREEDY, MOST_SEQS, NUM_BLOCKS, eager, generations, prompts
+from tests.engine.test_engine_cuda import GREEDY, MOST_SEQS, NUM_BLOCKS, eager, generations, new_worker, prompts
 
 pytestmark = pytest.mark.hopper
 
@@ -22,13 +20,7 @@ pytestmark = pytest.mark.hopper
 @pytest.fixture
 def worker() -> tuple[Executor, WorkerInfo]:
     """Without graphs yet."""
-    return build_worker(
-        EngineConfig(
-            model=str(DEMO), device="cuda", cache_format="bf16", num_cache_blocks=NUM_BLOCKS, max_model_len=1024,
-            cuda_graphs=False, scheduler=SchedulerConfig(max_num_seqs=MOST_SEQS),
-        ),
-        ParallelContext.single(),
-    )  # fmt: skip
+    return new_worker(graphs=False)
 
 
 def check_tokens(executor: Executor, info: WorkerInfo) -> None:
