@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -36,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import decode, serving
 from benchmarks.engine_on_gpu import ask, ask_all, compare, noise_of_batching, prompts
-from benchmarks.harness import eager
+from benchmarks.harness import eager, run_parts
 from benchmarks.records import RESULTS, ROOT, Records, newest, read
 from benchmarks.workloads import SHAPES, cut_layers, tiny_shape
 from engine.llm import LLM
@@ -391,16 +392,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--world: {world} ranks need as many GPUs and must be even; {present} are here")
     args.folder.mkdir(parents=True, exist_ok=True)
     run = Run(world, args.device, Sizes.of(world, args.device), args.folder)
-    failed = False
-    for name in args.parts:
-        started = time.perf_counter()
-        try:
-            globals()[name](run)
-        except Exception as error:  # one part's failure must not hide the others' findings
-            failed = True
-            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:3000]}", flush=True)
-        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-    return int(failed)
+    return int(not run_parts({name: functools.partial(globals()[name], run) for name in args.parts}))
 
 
 if __name__ == "__main__":

@@ -15,12 +15,9 @@ than twice the noise, and the noise is measured between two configurations that 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -29,14 +26,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import Log
+from benchmarks.harness import Log, run_parts
 from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
 from kernels import ops
 from tests.comparator import Differences, Generation, assert_same_generations
+from tests.distributed.launched import PYTHON, Launched
 
 PARTS = ("kernels", "graphs", "speed", "parallel")
 NUM_TOKENS = 256
+CACHE_BYTES = 2 << 30  # of each rank
 HELDOUT = Path(__file__).parent / "demo_model" / "heldout.jsonl"
 
 
@@ -54,7 +53,7 @@ def greedy(count: int, logprobs: bool = True) -> SamplingParams:
 def llm(**options: object) -> LLM:
     reference = options.get("kernels") == "reference"
     ops.use_backend("reference" if reference else None)
-    return LLM("demo", device="cuda", cache_memory_bytes=2 << 30, **options)
+    return LLM("demo", device="cuda", cache_memory_bytes=CACHE_BYTES, **options)
 
 
 def eager_llm() -> LLM:
@@ -148,10 +147,12 @@ def parallel(results: Log) -> None:
     texts = prompts(50)
     want, noise = noise_of_batching(eager_llm(), texts, 64)
     for dp, tp in ((2, 1), (1, 2)):
-        with Served(dp, tp) as port:
-            ask(port, texts[0], 64)
+        options = ("--dp", str(dp), "--tp", str(tp), "--cache-memory-bytes", str(CACHE_BYTES))
+        with tempfile.TemporaryDirectory() as folder, Launched(PYTHON, *options, log=Path(folder) / "log") as launched:
+            launched.wait_ready()
+            ask(launched.port, texts[0], 64)
             started = time.perf_counter()
-            answers = ask_all(port, texts, 64)
+            answers = ask_all(launched.port, texts, 64)
             seconds = time.perf_counter() - started
         found = compare(answers, want, noise, f"{dp}x{tp}")
         results.write(part="parallel", dp=dp, tp=tp, tokens_per_s=round(64 * len(texts) / seconds, 1), **found)
@@ -177,53 +178,6 @@ def ask_all(port: int, texts: Sequence[str], num_tokens: int) -> list[Generation
         return list(pool.map(lambda text: ask(port, text, num_tokens), texts))
 
 
-class Served:
-    """The launcher on a free port, ended on exit."""
-
-    def __init__(self, dp: int, tp: int) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "engine.launch",
-            "--dp",
-            str(dp),
-            "--tp",
-            str(tp),
-            "--port",
-            "0",
-            "--cache-memory-bytes",
-            str(2 << 30),
-        ]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ}
-        )
-
-    def __enter__(self) -> int:
-        assert self._process.stdout is not None
-        seen = []
-        for line in self._process.stdout:
-            seen.append(line)
-            if match := re.search(r"http://127\.0\.0\.1:(\d+)", line):
-                port = int(match[1])
-                break
-        else:
-            raise RuntimeError("the launcher ended:\n" + "".join(seen))
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
-                return port
-            except OSError:
-                time.sleep(0.5)
-        raise RuntimeError("the server did not become ready:\n" + "".join(seen))
-
-    def __exit__(self, *_: object) -> None:
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -232,19 +186,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("engine_on_gpu needs a CUDA device")
     results = Log(options.output)
-    failed = False
-    for name in options.parts:
-        if name == "parallel" and torch.cuda.device_count() < 2:
-            print("parallel: left out, one device")
-            continue
-        started = time.perf_counter()
-        try:
-            globals()[name](results)
-        except Exception as error:  # one part's failure must not hide the others' findings
-            failed = True
-            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:2000]}", flush=True)
-        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
-    raise SystemExit(failed)
+    chosen = list(options.parts)
+    if "parallel" in chosen and torch.cuda.device_count() < 2:
+        print("parallel: left out, one device")
+        chosen.remove("parallel")
+    raise SystemExit(not run_parts({name: functools.partial(globals()[name], results) for name in chosen}))
 
 
 if __name__ == "__main__":

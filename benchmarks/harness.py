@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.records import RESULTS, machine_state
 
-__all__ = ["RESULTS", "Log", "Timing", "copy_rate", "eager", "matmul_rate", "sm_clock", "steady"]
+__all__ = ["RESULTS", "Log", "Timing", "copy_rate", "eager", "matmul_rate", "run_parts", "sm_clock", "steady"]
 
 WARM_MS, MEASURE_MS = 120.0, 60.0
 
@@ -113,3 +114,18 @@ def eager(calls: Sequence[Callable[[], object]]) -> float:
     end.record()
     end.synchronize()
     return 1e3 * begin.elapsed_time(end) / len(calls)
+
+
+def run_parts(parts: Mapping[str, Callable[[], object]]) -> bool:
+    """Run each part and say how long it took. Returns whether all went well: one part's failure is printed and hides no
+    other's findings."""
+    well = True
+    for name, part in parts.items():
+        started = time.perf_counter()
+        try:
+            part()
+        except Exception as error:
+            well = False
+            print(f"{name}: FAILED {type(error).__name__}: {str(error)[:3000]}", flush=True)
+        print(f"{name}: {time.perf_counter() - started:.1f} s", flush=True)
+    return well
