@@ -1,16 +1,14 @@
 """The Hopper backend: operation name -> function, with the signatures of kernels/ops.py.
 
-The table is made on first use, so that `python -m kernels.cuda.build` compiles without loading the operations.
+The table is made when ops.py first asks for it, so that `python -m kernels.cuda.build` compiles without loading the operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 
-@lru_cache(maxsize=1)
 def _operations() -> dict[str, Callable[..., Any]]:
     from kernels.cuda.absorbed import absorb_query, project_values
     from kernels.cuda.attention import prefill_attention
