@@ -1,4 +1,4 @@
-"""Tables of the README on speculation, from results/mtp.jsonl; benchmarks/readme_tables.py writes them there.
+"""Tables on speculation, from results/mtp.jsonl; benchmarks/readme_tables.py writes them to the pages.
 
 mtp_speed       tokens per second against k = 0, by temperature, way of accepting, depth and batch
 mtp_acceptance  accepted drafts by position on held-out text

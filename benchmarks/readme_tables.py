@@ -1,7 +1,7 @@
-"""Writes the tables of README.md's section on speed from results/*.jsonl: `python -m benchmarks.readme_tables [--check]`.
+"""Writes the tables of README.md and benchmarks/README.md from results/*.jsonl: `python -m benchmarks.readme_tables [--check]`.
 
-A table lies between `<!-- table NAME -->` and `<!-- /table -->`; everything between is replaced by what the newest lines say.
-A table without lines stays as it is, and is named.
+A table lies between `<!-- table NAME -->` and `<!-- /table -->` on one of the pages; everything between is replaced by what the
+newest lines say. A table without lines stays as it is, and is named.
 
     step      one decode step by component, and its largest kernels: time, share of the step, share of its own roofline
     decode    whole steps of each deployment against their roofline, and the ratios of the cache formats
@@ -28,6 +28,7 @@ from benchmarks.tables import markdown
 Line = dict[str, Any]
 SHOWN = {"shape": "deepseek_v3.1", "dp": 8, "tp": 1, "format": "fp8", "context": 32768, "batch": 16}  # the step of the profile
 KERNELS_OF_A_PART = 3  # the largest
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
 SMALL = 0.01  # of a step; smaller kernels have no row
 
 
@@ -191,31 +192,36 @@ TABLES: dict[str, Callable[[Path], list[str] | None]] = {
 } | {**tables.TABLES, **mtp_tables.TABLES, **serving_tables.TABLES}
 
 
-def written(readme: str, tables: dict[str, list[str]]) -> str:
-    """The README with these tables between their marks. Raises ValueError for a table that has no marks."""
+def written(page: str, tables: dict[str, list[str]]) -> str:
+    """The page with those of the tables that it has marks for between their marks."""
     for name, lines in tables.items():
-        begin, end = f"<!-- table {name} -->\n", "<!-- /table -->"
-        start = readme.find(begin)
-        if start < 0 or readme.find(end, start) < 0:
-            raise ValueError(f"README.md has no marks of the table {name!r}")
-        start += len(begin)
-        readme = readme[:start] + "\n".join(lines) + "\n" + readme[readme.find(end, start) :]
-    return readme
+        before, begin, rest = page.partition(f"<!-- table {name} -->\n")
+        _, end, after = rest.partition("<!-- /table -->")
+        if end:
+            page = before + begin + "\n".join(lines) + "\n" + end + after
+    return page
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 when the README is not what the results say")
+    parser.add_argument("--pages", type=Path, nargs="+", default=PAGES)
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 when a page is not what the results say")
     args = parser.parse_args(argv)
     found = {name: table(args.results) for name, table in TABLES.items()}
     for name in (name for name, lines in found.items() if lines is None):
         print(f"{name}: left as it is, no lines", file=sys.stderr)
-    before = args.readme.read_text()
-    after = written(before, {name: lines for name, lines in found.items() if lines is not None})
+    before = {page: page.read_text() for page in args.pages}
+    for name in TABLES:
+        if not any(f"<!-- table {name} -->" in text for text in before.values()):
+            raise ValueError(f"no page has marks of the table {name!r}")
+    after = {
+        page: written(text, {name: lines for name, lines in found.items() if lines is not None})
+        for page, text in before.items()
+    }
     if not args.check:
-        args.readme.write_text(after)
+        for page, text in after.items():
+            page.write_text(text)
     return int(args.check and after != before)
 
 

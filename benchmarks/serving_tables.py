@@ -1,4 +1,4 @@
-"""Tables of the README on serving, from results of serving.jsonl, clients.jsonl and soak.jsonl.
+"""Tables on serving, from results of serving.jsonl, clients.jsonl and soak.jsonl.
 
 serving   processor time per token, the way of a token to its socket, and the server's figures beside the client's
 """

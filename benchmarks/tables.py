@@ -1,4 +1,4 @@
-"""Tables of the README on kernels, fidelity and quality, from results/*.jsonl; benchmarks/readme_tables.py writes them there.
+"""Tables on kernels, fidelity and quality, from results/*.jsonl; benchmarks/readme_tables.py writes them to the pages.
 
 kernel      the decode kernels at batch 32, beside their rooflines
 context     error against context length, summed in place and block by block

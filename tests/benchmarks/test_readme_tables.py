@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import plot_decode, readme_tables, tables
 from benchmarks.figure_style import Folders
-from benchmarks.records import ROOT
 
 STATE = {
     "device": "NVIDIA H200",
@@ -70,13 +69,15 @@ def test_step_table_adds_up_and_names_each_kernel_s_part(results: Path) -> None:
 
 
 def test_tables_go_between_their_marks(results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    readme = tmp_path / "README.md"
-    marks = "".join(f"<!-- table {name} -->\nold {name}\n<!-- /table -->\nkept\n" for name in readme_tables.TABLES)
-    readme.write_text(marks)
-    arguments = ["--results", str(results), "--readme", str(readme)]
-    assert readme_tables.main([*arguments, "--check"]) == 1 and readme.read_text() == marks
+    pages = [tmp_path / "README.md", tmp_path / "more.md"]
+    half = len(readme_tables.TABLES) // 2
+    for page, names in zip(pages, (list(readme_tables.TABLES)[:half], list(readme_tables.TABLES)[half:]), strict=True):
+        page.write_text("".join(f"<!-- table {name} -->\nold {name}\n<!-- /table -->\nkept\n" for name in names))
+    marks = "".join(page.read_text() for page in pages)
+    arguments = ["--results", str(results), "--pages", *map(str, pages)]
+    assert readme_tables.main([*arguments, "--check"]) == 1 and "".join(page.read_text() for page in pages) == marks
     assert readme_tables.main(arguments) == 0
-    text = readme.read_text()
+    text = "".join(page.read_text() for page in pages)
     assert (
         "old step" not in text
         and "old decode" not in text
@@ -86,14 +87,15 @@ def test_tables_go_between_their_marks(results: Path, tmp_path: Path, capsys: py
     assert "1.45x (1.50x) at 9 | 16 and 9 | 1.60x | 1.70x | 0.94" in text
     assert "prefill: left as it is" in capsys.readouterr().err
     assert readme_tables.main([*arguments, "--check"]) == 0
-    readme.write_text("nothing")
-    with pytest.raises(ValueError, match="no marks of the table"):
+    pages[1].write_text("nothing")
+    with pytest.raises(ValueError, match="no page has marks of the table"):
         readme_tables.main(arguments)
 
 
-def test_the_repository_s_readme_has_every_mark() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert readme_tables.written(readme, {name: ["x"] for name in readme_tables.TABLES}) != readme
+def test_every_table_has_its_place_on_one_page() -> None:
+    text = "".join(page.read_text() for page in readme_tables.PAGES)
+    for name in readme_tables.TABLES:
+        assert text.count(f"<!-- table {name} -->") == 1, name
 
 
 def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
