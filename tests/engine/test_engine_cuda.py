@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,10 @@ def prompts() -> list[list[int]]:
     return own + [ids[:200] + ids[7000 + 90 * i : 7000 + 90 * i + 30 + i] for i in range(4)]
 
 
-def new_worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
+def new_worker(graphs: bool, cache_format: str = "bf16") -> tuple[Executor, WorkerInfo]:
     return build_worker(
         EngineConfig(
-            model=str(DEMO), device="cuda", cache_format="bf16", num_cache_blocks=NUM_BLOCKS, max_model_len=1024,
+            model=str(DEMO), device="cuda", cache_format=cache_format, num_cache_blocks=NUM_BLOCKS, max_model_len=1024,
             cuda_graphs=graphs, scheduler=SchedulerConfig(max_num_seqs=MOST_SEQS),
         ),
         ParallelContext.single(),
@@ -49,13 +50,13 @@ def new_worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
 
 
 @functools.cache
-def worker(graphs: bool) -> tuple[Executor, WorkerInfo]:
+def worker(graphs: bool, cache_format: str = "bf16") -> tuple[Executor, WorkerInfo]:
     """Built once: between tests its tables are empty, whatever the cache still holds."""
-    return new_worker(graphs)
+    return new_worker(graphs, cache_format)
 
 
-def engine(graphs: bool, **features: int | bool) -> Engine:
-    executor, info = worker(graphs)
+def engine(graphs: bool, cache_format: str = "bf16", **features: int | bool) -> Engine:
+    executor, info = worker(graphs, cache_format)
     options = {"num_blocks": NUM_BLOCKS, "max_num_seqs": MOST_SEQS, "prefix_cache": False} | features
     return Engine(executor, vocab_size=info.model_config.vocab_size, max_model_len=1024, **options)  # type: ignore[arg-type]
 
@@ -121,3 +122,17 @@ def test_aborts_leave_the_others_alone() -> None:
     got = generations(served)
     assert_same_generations([got[i] for i in ended], [want[i] for i in ended], noise)
     served.blocks.check_invariants()
+
+
+def test_fp8_cache_with_prefixes_chunks_and_preemption_at_once() -> None:
+    """Report K17: three rounds with little memory. Every request ends with its tokens, and a repeated round finds its prefixes."""
+    served = engine(True, "fp8", asynchronous=True, prefix_cache=True, prefill_chunk=64, num_blocks=24)
+    for _ in range(3):
+        served.outcomes.clear()
+        served.run(prompts(), GREEDY)
+        for outcome in served.outcomes.values():
+            assert outcome.finish_reason == "length" and len(outcome.token_ids) == GREEDY.max_tokens
+            assert all(math.isfinite(entry.logprob) for entry in outcome.logprobs)
+        assert sum(outcome.num_preemptions for outcome in served.outcomes.values()) > 0
+        served.blocks.check_invariants()
+    assert any(outcome.num_cached_tokens for outcome in served.outcomes.values())

@@ -140,7 +140,7 @@ def test_both_spellings_of_the_rope_fields() -> None:
     ],
 )
 def test_unsupported_features_are_refused_by_name(changes, named) -> None:
-    """Reports C06, K16, N19: n-gram variants, a model without RoPE part and sparse indexers are refused clearly."""
+    """Reports C06, K08, K16, N19: n-gram variants, V3.2, a model without RoPE part and sparse indexers are refused clearly."""
     with pytest.raises(ModelConfigError) as error:
         translate_config(V3 | changes)
     assert named in str(error.value)
