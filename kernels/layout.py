@@ -89,6 +89,18 @@ class LatentCache:
 
 
 @dataclass(frozen=True)
+class ExactCopy:
+    """Where appended rows also go unquantized: sequences that lie whole, one after the other, in an exact cache.
+
+    cache:  an exact format, dense; position p of a sequence has slot start + p
+    starts: int64 [T] slot of position 0 of each row's sequence, -1 for rows without a copy
+    """
+
+    cache: LatentCache
+    starts: torch.Tensor
+
+
+@dataclass(frozen=True)
 class LatentQuery:
     """Absorbed queries in the domain of a cache format; any leading dimensions before H.
 

@@ -26,6 +26,7 @@ from kernels.layout import (
     CacheFormat,
     DecodePlan,
     Draws,
+    ExactCopy,
     LatentCache,
     LatentQuery,
     QuantizedActivation,
@@ -156,6 +157,7 @@ def append_kv(
     *,
     eps: float,
     keep: int = 0,
+    copy: ExactCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalize the latent, rotate the shared key, quantize and write both into paged slots, in one pass (§3.3.1).
 
@@ -164,6 +166,7 @@ def append_kv(
     norm_weight: BF16|FP32 [C]     RMSNorm weight, LongCat's latent factor folded in
     slots:       int64 [T]         block * 64 + offset; -1 writes nothing
     keep:        the last `keep` rows are also returned unquantized for prefill (normalized latent, rotated key)
+    copy:        rows with a slot are also written there unquantized, where their sequence has a copy that reaches so far
     Returns ([keep, C], [keep, R]) in the input's dtype.
     """
     op = "append_kv"
@@ -182,7 +185,16 @@ def append_kv(
     _require(slots.dtype == torch.int64 and slots.shape == (rows,), op, f"slots must be int64 [{rows}]")
     _require(0 <= keep <= rows, op, f"keep must lie in 0..{rows}, got {keep}")
     _require_rope_table(op, k_rope, positions, cos_sin)
-    return _call(op, latent.device, cache, latent, k_rope, norm_weight, positions, cos_sin, slots, eps=eps, keep=keep)
+    if copy is not None:
+        widths = copy.cache.latent_dim, copy.cache.rope_dim
+        _require(copy.cache.scale is None, op, "copy must lie in an exact cache")
+        _require(widths == (cache.latent_dim, cache.rope_dim), op, f"copy has other widths than the cache: {widths}")
+        dense = copy.cache.content.is_contiguous() and copy.cache.rope.is_contiguous()
+        _require(dense, op, "copy must be dense, so that a sequence lies in it whole")
+        _require(copy.starts.dtype == torch.int64 and copy.starts.shape == (rows,), op, f"copy.starts must be int64 [{rows}]")
+    return _call(
+        op, latent.device, cache, latent, k_rope, norm_weight, positions, cos_sin, slots, eps=eps, keep=keep, copy=copy
+    )
 
 
 def fetch_dequant(

@@ -126,7 +126,17 @@ struct AppendArgs {
   int64_t content_block, rope_block, scale_block;           // elements between blocks
   int tokens, keep, dim, rope_dim, weight_fp32, num_blocks;
   float eps;
+  // The forms with a copy: position p of a token's sequence is also written, unquantized, at row start + p.
+  const int64_t* copy_starts;  // [tokens], -1: no copy
+  bf16* copy_content;          // [copy_slots][dim]
+  bf16* copy_rope;             // [copy_slots][rope_dim]
+  int64_t copy_slots;
 };
+// Row of a token in the exact copy, -1 without one.
+DEVICE int64_t copy_row(const AppendArgs& a, int token, int64_t position) {
+  const int64_t start = a.copy_starts[token], row = start + position;
+  return start >= 0 && row < a.copy_slots ? row : -1;
+}
 DEVICE float weight_at(const AppendArgs& a, int i) { return a.weight_fp32 ? ((const float*)a.weight)[i] : widen(((const bf16*)a.weight)[i]); }
 // Block and offset of a token's slot; false when it is not stored. A slot outside the pool is the caller's mistake and must
 // not become an illegal write.
@@ -150,7 +160,7 @@ template <class T> struct Incoming {
   }
 };
 // Warps walk over the tokens, a grid apart, with the norm's weight in registers.
-template <class T> DEVICE void append_fp8(const AppendArgs& a) {
+template <class T, bool COPY = false> DEVICE void append_fp8(const AppendArgs& a) {
   const int lane = threadIdx.x & 31, step = gridDim.x * WARPS;
   int token = blockIdx.x * WARPS + (threadIdx.x >> 5);
   if (token >= a.tokens) return;
@@ -181,13 +191,20 @@ template <class T> DEVICE void append_fp8(const AppendArgs& a) {
     }
     const int64_t block = now.slot / PAGE;
     if (now.slot < 0 || block >= a.num_blocks) continue;
+    if constexpr (COPY) {
+      const int64_t row = copy_row(a, token, now.position);
+      if (row >= 0) {
+        store16(a.copy_content + row * DIM + lane * 16, x);
+        ((uint32_t*)a.copy_rope)[row * (ROPE / 2) + lane] = pack_bf16(r.x, r.y);
+      }
+    }
     const int offset = (int)(now.slot % PAGE);
     const float scale = quantize_row((uint4*)((uint8_t*)a.content + block * a.content_block + offset * DIM) + lane, x);
     ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
     if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
   }
 }
-template <class T, class S> DEVICE void append_exact(const AppendArgs& a) {
+template <class T, class S, bool COPY = false> DEVICE void append_exact(const AppendArgs& a) {
   const int token = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (token >= a.tokens) return;
   const T* latent = (const T*)a.latent + token * a.latent_stride;
@@ -198,16 +215,20 @@ template <class T, class S> DEVICE void append_exact(const AppendArgs& a) {
   int offset;
   const bool stored = find_slot(a, token, block, offset);
   const int kept = token - (a.tokens - a.keep);
+  int64_t row = -1;
+  if constexpr (COPY) row = stored ? copy_row(a, token, a.positions[token]) : -1;
   S* content = (S*)a.content + block * a.content_block + (int64_t)offset * a.dim;
   S* rope = (S*)a.rope + block * a.rope_block + (int64_t)offset * a.rope_dim;
   for (int i = lane; i < a.dim; i += 32) {
     const float v = widen(latent[i]) * norm * weight_at(a, i);
     if (stored) content[i] = narrow<S>(v);
+    if (COPY && row >= 0) a.copy_content[row * a.dim + i] = narrow<bf16>(v);
     if (kept >= 0) ((T*)a.keep_latent)[(size_t)kept * a.dim + i] = narrow<T>(v);
   }
   for (int i = lane; i < a.rope_dim / 2; i += 32) {
     const float2 v = rotate((const T*)a.k_rope + token * a.rope_stride, a.cos_sin + a.positions[token] * a.rope_dim, a.rope_dim / 2, i);
     if (stored) rope[2 * i] = narrow<S>(v.x), rope[2 * i + 1] = narrow<S>(v.y);
+    if (COPY && row >= 0) ((uint32_t*)a.copy_rope)[(row * a.rope_dim) / 2 + i] = pack_bf16(v.x, v.y);
     if (kept >= 0) {
       T* out = (T*)a.keep_rope + (size_t)kept * a.rope_dim + 2 * i;
       out[0] = narrow<T>(v.x), out[1] = narrow<T>(v.y);
@@ -281,6 +302,12 @@ KERNEL(append_kv_bf16_bf16, AppendArgs, (append_exact<bf16, bf16>))
 KERNEL(append_kv_fp32_bf16, AppendArgs, (append_exact<float, bf16>))
 KERNEL(append_kv_bf16_fp32, AppendArgs, (append_exact<bf16, float>))
 KERNEL(append_kv_fp32_fp32, AppendArgs, (append_exact<float, float>))
+KERNEL(append_kv_bf16_fp8_copy, AppendArgs, (append_fp8<bf16, true>))
+KERNEL(append_kv_fp32_fp8_copy, AppendArgs, (append_fp8<float, true>))
+KERNEL(append_kv_bf16_bf16_copy, AppendArgs, (append_exact<bf16, bf16, true>))
+KERNEL(append_kv_fp32_bf16_copy, AppendArgs, (append_exact<float, bf16, true>))
+KERNEL(append_kv_bf16_fp32_copy, AppendArgs, (append_exact<bf16, float, true>))
+KERNEL(append_kv_fp32_fp32_copy, AppendArgs, (append_exact<float, float, true>))
 KERNEL(fetch_dequant_bf16_fp8, FetchArgs, fetch_fp8<bf16>)
 KERNEL(fetch_dequant_fp32_fp8, FetchArgs, fetch_fp8<float>)
 KERNEL(fetch_dequant_bf16_bf16, FetchArgs, (fetch_exact<bf16, bf16>))

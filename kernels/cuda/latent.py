@@ -9,7 +9,7 @@ import torch
 
 from kernels.cuda import binding
 from kernels.errors import KernelContractError
-from kernels.layout import FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, LatentCache, LatentQuery
+from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, ExactCopy, LatentCache, LatentQuery
 
 WARPS = 4  # rows of a CTA, WARPS of csrc/latent.cu
 _APPEND_CTAS = 6  # of an SM: as many as its registers hold
@@ -30,6 +30,7 @@ _AppendArgs = binding.struct("_AppendArgs", [
     ("content_block", c_int64), ("rope_block", c_int64), ("scale_block", c_int64),
     ("tokens", c_int), ("keep", c_int), ("dim", c_int), ("rope_dim", c_int), ("weight_fp32", c_int), ("num_blocks", c_int),
     ("eps", c_float),
+    ("copy_starts", c_void_p), ("copy_content", c_void_p), ("copy_rope", c_void_p), ("copy_slots", c_int64),
 ])  # fmt: skip
 _FetchArgs = binding.struct("_FetchArgs", [
     ("content", c_void_p), ("rope", c_void_p), ("scale", c_void_p), ("block_table", c_void_p), ("starts", c_void_p),
@@ -39,14 +40,16 @@ _FetchArgs = binding.struct("_FetchArgs", [
 ])  # fmt: skip
 
 
-def _launch(op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device, rows: int, args: ctypes.Structure) -> None:
+def _launch(
+    op: str, dtype: torch.dtype, fmt: CacheFormat, device: torch.device, rows: int, args: ctypes.Structure, form: str = ""
+) -> None:
     if rows == 0:
         return
     grid = -(-rows // WARPS)
     if op == "append_kv" and fmt is CacheFormat.FP8:  # its warps walk over the rows
         grid = min(grid, _APPEND_CTAS * binding.sm_count(device.index))
     with torch.cuda.device(device):
-        kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}", device.index, beside=rows <= _FEW_ROWS)
+        kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}{form}", device.index, beside=rows <= _FEW_ROWS)
         kernel.launch(grid, 32 * WARPS, args, overlap=True)
 
 
@@ -126,6 +129,7 @@ def append_kv(
     *,
     eps: float,
     keep: int = 0,
+    copy: ExactCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See ops.append_kv. Slots outside the pool are skipped like -1."""
     op, device = "append_kv", latent.device
@@ -140,6 +144,15 @@ def append_kv(
         op,
         "norm_weight must be BF16 or FP32, aligned to 16 bytes",
     )
+    copied: tuple[int | None, int | None, int | None, int] = (None, None, None, 0)
+    if copy is not None:
+        _require(copy.cache.format is CacheFormat.BF16, op, f"copy must be BF16 on a GPU, got {copy.cache.format.value}")
+        _require(
+            copy.starts.device == device and copy.starts.is_contiguous(), op, f"copy.starts must be contiguous on {device}"
+        )
+        _check_cache(op, copy.cache, device)
+        content, rope = copy.cache.content.data_ptr(), copy.cache.rope.data_ptr()
+        copied = copy.starts.data_ptr(), content, rope, copy.cache.num_blocks * BLOCK_SIZE
     dtype = latent.dtype
     latent, k_rope = _same_dtype(latent, k_rope)
     if cache.format is CacheFormat.FP8:
@@ -151,9 +164,9 @@ def append_kv(
         cache.content.data_ptr(), cache.rope.data_ptr(), binding.pointer(cache.scale), keep_latent.data_ptr(), keep_rope.data_ptr(),
         latent.stride(0), k_rope.stride(0), cache.content.stride(0), cache.rope.stride(0),
         0 if cache.scale is None else cache.scale.stride(0),
-        tokens, keep, dim, rope_dim, int(norm_weight.dtype is torch.float32), cache.num_blocks, eps,
+        tokens, keep, dim, rope_dim, int(norm_weight.dtype is torch.float32), cache.num_blocks, eps, *copied,
     )  # fmt: skip
-    _launch(op, latent.dtype, cache.format, device, tokens, args)
+    _launch(op, latent.dtype, cache.format, device, tokens, args, form="_copy" if copy is not None else "")
     return keep_latent.to(dtype), keep_rope.to(dtype)
 
 

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kernels.layout import AMAX_FLOOR, BLOCK_SIZE, FP8, FP8_MAX, Activation, CacheFormat, LatentCache, LatentQuery, Rows
+from kernels.layout import (
+    AMAX_FLOOR,
+    BLOCK_SIZE,
+    FP8,
+    FP8_MAX,
+    Activation,
+    CacheFormat,
+    ExactCopy,
+    LatentCache,
+    LatentQuery,
+    Rows,
+)
 from kernels.reference.elementwise import normalize, rotate
 from kernels.reference.linear import quantize_activation
 
@@ -59,6 +70,7 @@ def append_kv(
     *,
     eps: float,
     keep: int = 0,
+    copy: ExactCopy | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     content = normalize(latent, norm_weight, eps)
     rope = rotate(k_rope, positions, cos_sin, interleaved=True)
@@ -66,6 +78,11 @@ def append_kv(
     result = content[kept:].to(latent.dtype), rope[kept:].to(k_rope.dtype)
 
     live = slots >= 0
+    if copy is not None:
+        at = copy.starts + positions
+        copied = live & (copy.starts >= 0) & (at < copy.cache.num_blocks * BLOCK_SIZE)
+        for part, values in ((copy.cache.content, content), (copy.cache.rope, rope)):
+            part.flatten(0, 1)[at[copied]] = values[copied].to(part.dtype)
     if not bool(live.all()):
         slots, content, rope = slots[live], content[live], rope[live]
     block, offset = slots // BLOCK_SIZE, slots % BLOCK_SIZE

@@ -9,7 +9,7 @@ import torch
 
 from kernels import ops
 from kernels.errors import KernelContractError
-from kernels.layout import AMAX_FLOOR, FP8_MAX, Activation, CacheFormat, LatentCache
+from kernels.layout import AMAX_FLOOR, FP8_MAX, Activation, CacheFormat, ExactCopy, LatentCache
 from kernels.reference.linear import quantize_activations
 from tests.kernels import cases
 from tests.kernels.poison import poison_free_memory
@@ -88,6 +88,31 @@ def test_append_kv(fmt: CacheFormat, dtype: torch.dtype, interleaved_pool: bool)
         torch.testing.assert_close(device.rope.cpu().float(), host.rope.float(), rtol=0.01, atol=0.05)
         if host.scale is not None:
             torch.testing.assert_close(device.scale.cpu(), host.scale, rtol=1e-5, atol=0)
+
+
+@FORMATS
+@DTYPES
+def test_append_kv_with_an_exact_copy(fmt: CacheFormat, dtype: torch.dtype) -> None:
+    for dim, rope_dim in widths(fmt):
+        tokens, blocks = 150, 9
+        wide, weight = torch.randn(tokens, dim + rope_dim).to(dtype), torch.rand(dim) + 0.5
+        positions = torch.randperm(320)[:tokens]
+        slots = torch.randperm(blocks * 64)[:tokens]
+        slots[::11] = -1
+        starts = torch.where(torch.arange(tokens) % 3 == 0, 0, -1)
+        starts[1::3] = 320  # of which positions from 192 on lie beyond the copy
+        args = (weight, positions, table(dim=rope_dim), slots)
+        copies, caches = [], []
+        for where in ("cpu", "cuda"):
+            copies.append(ExactCopy(LatentCache.allocate(CacheFormat.BF16, 8, dim, rope_dim, where), starts.to(where)))
+            caches.append(LatentCache.allocate(fmt, blocks, dim, rope_dim, where))
+            rows = wide.to(where)
+            moved = [arg.to(where) for arg in args]
+            ops.append_kv(caches[-1], rows[:, :dim], rows[:, dim:], *moved, eps=1e-6, copy=copies[-1])
+        for host, device in ((copies[0].cache, copies[1].cache), (caches[0], caches[1])):
+            same_codes(device.content, host.content)
+            torch.testing.assert_close(device.rope.cpu().float(), host.rope.float(), rtol=0.01, atol=0.05)
+        assert 0 < int(copies[1].cache.content.any(-1).sum()) < tokens
 
 
 @DTYPES

@@ -7,7 +7,7 @@ import torch
 
 from kernels import ops
 from kernels.errors import KernelContractError
-from kernels.layout import AMAX_FLOOR, BLOCK_SIZE, FP8, FP8_MAX, CacheFormat, LatentCache
+from kernels.layout import AMAX_FLOOR, BLOCK_SIZE, FP8, FP8_MAX, CacheFormat, ExactCopy, LatentCache
 from kernels.reference.latent import E4M3_AS_HALF, e4m3_as_half
 from tests.kernels.latent_cases import angle_table, poisoned_cache
 
@@ -91,6 +91,26 @@ def test_append_then_fetch_restores_real_values(fmt) -> None:
     assert torch.allclose(got[1].double(), want_rope[rows], rtol=2**-7, atol=1e-5)
 
 
+def test_exact_copy_of_some_sequences() -> None:
+    """Rows with a slot, of a sequence that has a copy, within the copy; everything else stays as it was."""
+    cos_sin, weight = angle_table(64), torch.rand(512) + 0.5
+    latent, k_rope = torch.randn(6, 512), torch.randn(6, 64)
+    positions = torch.tensor([3, 5, 200, 70, 4, 63])
+    starts = torch.tensor([0, -1, 0, 64, 0, 64])  # the third lies beyond the copy's two blocks
+    slots = torch.tensor([9, 8, 7, 6, -1, 5])
+    copy = ExactCopy(LatentCache.allocate(CacheFormat.FP32, 2, 512, 64, "cpu"), starts)
+    cache = poisoned_cache(CacheFormat.FP8, 1, 512, 64)
+    plain = poisoned_cache(CacheFormat.FP8, 1, 512, 64)
+    ops.append_kv(cache, latent, k_rope, weight, positions, cos_sin, slots, eps=1e-6, copy=copy)
+    ops.append_kv(plain, latent, k_rope, weight, positions, cos_sin, slots, eps=1e-6)
+    assert torch.equal(cache.content.view(torch.uint8), plain.content.view(torch.uint8))
+    want = normalize(latent, weight, 1e-6), rotate(k_rope, positions, cos_sin)
+    for part, values in zip((copy.cache.content, copy.cache.rope), want):
+        rows = part.flatten(0, 1)
+        assert rows.any(-1).nonzero().flatten().tolist() == [3, 127]
+        assert torch.allclose(rows[[3, 127]].double(), values[[0, 5]], atol=1e-5)
+
+
 def test_slot_minus_one_writes_nothing() -> None:
     """Padded rows may hold anything; only rows with a slot change the cache."""
     for fmt in CacheFormat:
@@ -133,5 +153,10 @@ def test_contract_violations_name_the_argument() -> None:
         ops.append_kv(cache, torch.zeros(1, 48), torch.zeros(1, 16), torch.ones(48), one, angle_table(16), one.int(), eps=1e-6)
     with pytest.raises(KernelContractError, match="latent"):
         ops.append_kv(cache, torch.zeros(1, 47), torch.zeros(1, 16), torch.ones(48), one, angle_table(16), one, eps=1e-6)
+    for starts, part in ((one.int(), "copy.starts"), (one, "widths")):
+        copy = ExactCopy(LatentCache.allocate(CacheFormat.FP32, 1, 48 if part == "copy.starts" else 64, 16, "cpu"), starts)
+        with pytest.raises(KernelContractError, match=part):
+            rows = torch.zeros(1, 48), torch.zeros(1, 16)
+            ops.append_kv(cache, *rows, torch.ones(48), one, angle_table(16), one, eps=1e-6, copy=copy)
     with pytest.raises(ValueError, match="kv_lora_rank 512"):
         LatentCache.allocate(CacheFormat.FP8, 1, 48, 16, "cpu")
