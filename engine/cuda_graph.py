@@ -2,7 +2,8 @@
 
 Models do not know about graphs: the same `forward` is captured. The split plan is made inside the graph from lengths on
 the device, so a replay follows them. A step runs padded up to the next captured size; padded sequences have length 0, slot
--1 and no experts. Steps with prefill, or with more sequences than were captured, run eagerly.
+-1 and no experts. Steps with prefill, or with more sequences than were captured, run eagerly. Steps in which the fidelity probe
+compares have graphs of their own, of few sizes, since they are rare.
 
 Every rank holds the same graphs at any time. That is more than a matter of speed: a replay exchanges the padded number of
 rows with the other ranks, an eager pass the agreed one, so a rank that ran another shape would wait in its collectives for
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -27,7 +28,7 @@ from kernels import ops
 from kernels.layout import CacheFormat, LatentCache
 from models.batch import AttentionMetadata, ForwardBatch
 
-_FIRST_SIZES = (1, 8, 64)  # of a fast start, beside the largest: any batch then pads to at most eight times itself
+_FEW_SIZES = (1, 8, 64)  # and the largest: any batch then pads to at most eight times itself
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -65,6 +66,14 @@ class GraphPool:
         return graph, result
 
 
+class Key(NamedTuple):
+    """What a graph is captured for. size: sequences; query_len: lines of each; compares: whether the fidelity probe does"""
+
+    size: int
+    query_len: int
+    compares: bool = False
+
+
 @dataclass(frozen=True)
 class _Captured:
     graph: Graph
@@ -77,9 +86,9 @@ class GraphRunner:
 
     query_lens: lines per sequence to capture, for example (1,) or (1, 3)
     agree: called by all ranks together with whether they could do a thing; tells whether all of them could
-    fast_start: `capture` takes few sizes, `capture_next` adds one at a time while the engine serves
+    fast_start: `capture` takes few sizes and none that compares, `capture_next` adds one at a time while the engine serves
     drafter: its passes after a step are captured as a second graph, since sampling lies between the two
-    probe: what it writes in every step is captured too
+    probe: what it writes is captured too, and what it compares in graphs of their own
     """
 
     def __init__(
@@ -100,7 +109,7 @@ class GraphRunner:
         probe: FidelityProbe | None = None,
     ) -> None:
         self._eager, self._caches, self._drafter, self._probe = forward, caches, drafter, probe
-        self._sizes, self._query_lens, self._agree = sizes, query_lens, agree
+        self._sizes, self._agree = sizes, agree
         self._num_heads, self._format = num_heads, fmt
         most, lines = sizes[-1], sizes[-1] * max(query_lens)
         self._ids = torch.zeros(lines, dtype=torch.int64, device=device)
@@ -114,12 +123,14 @@ class GraphRunner:
         self._accepted = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.zeros(most, dtype=torch.int64, device=device)
         self._num_slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._graphs: dict[Key, _Captured] = {}
         self._pool = GraphPool()
         # Largest first, since the pool's later graphs fit into memory that earlier ones left.
-        self._missing = [(size, query_len) for query_len in query_lens for size in reversed(sizes)]
-        first = {*_FIRST_SIZES, most} if fast_start else set(sizes)
-        self._at_start = [key for key in self._missing if key[0] in first]
+        few = {*_FEW_SIZES, most}
+        self._missing = [Key(size, query_len) for query_len in query_lens for size in reversed(sizes)]
+        if probe is not None:
+            self._missing += [key._replace(compares=True) for key in self._missing if key.size in few]
+        self._at_start = [key for key in self._missing if not fast_start or (key.size in few and not key.compares)]
 
     @torch.inference_mode()
     def capture(self, show_progress: bool) -> float:
@@ -132,7 +143,7 @@ class GraphRunner:
 
     @property
     def num_captured(self) -> int:
-        """Pairs of sequences and lines a sequence."""
+        """Shapes of steps, counting twice those with a graph that compares."""
         return len(self._graphs)
 
     @property
@@ -145,10 +156,10 @@ class GraphRunner:
         """Capture one more graph: the one that a step of so many sequences, the most of any replica, would have wanted, else
         the largest. Called by all ranks between the same two steps."""
         wanted = [size for size in self._sizes if size >= num_sequences > 0][:1]
-        exact = [key for key in self._missing if key[1] == query_len and key[0] in wanted]
+        exact = [key for key in self._missing if key.query_len == query_len and key.size in wanted]
         self._add((exact or self._missing)[0])
 
-    def _add(self, key: tuple[int, int]) -> None:
+    def _add(self, key: Key) -> None:
         """Capture `key` on all ranks, or, where memory ran out on any, give up what is still missing.
 
         The pass before a capture takes its memory from what the cache's sizing left for the largest step, so it is the
@@ -156,7 +167,7 @@ class GraphRunner:
         """
         captured = None
         try:
-            captured = self._capture(*key)
+            captured = self._capture(key)
         except RuntimeError as error:
             if not _out_of_memory(error):
                 raise
@@ -167,22 +178,23 @@ class GraphRunner:
         del captured
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-        most = max((size for size, query_len in self._graphs if query_len == key[1]), default=0)
+        most = max((found.size for found in self._graphs if found.query_len == key.query_len), default=0)
         logger.warning(
             "capturing the CUDA graph of %d sequences ran out of device memory: %d of %d graphs are used, decode steps of more "
             "than %d sequences run without one. Lower --memory-fraction or --max-num-seqs to leave room, or pass "
             "--no-cuda-graphs",
-            key[0], len(self._graphs), len(self._graphs) + len(self._missing), most,
+            key.size, len(self._graphs), len(self._graphs) + len(self._missing), most,
         )  # fmt: skip
         self._missing.clear()
 
-    def _capture(self, size: int, query_len: int) -> _Captured:
-        self._forget_step()
+    def _capture(self, key: Key) -> _Captured:
+        size, query_len, compares = key
+        self._forget_step(compares)
         graph, hidden = self._pool.record(lambda: self._eager(self._static_batch(size, query_len)))
         draft = self._pool.record(lambda: self._draft_static(size, query_len, hidden))[0] if self._drafter is not None else None
         return _Captured(graph, hidden, draft)
 
-    def _forget_step(self) -> None:
+    def _forget_step(self, compares: bool) -> None:
         """Make the static inputs those of padding alone: the pass before a capture must not write a served sequence's slots."""
         self._ids.zero_()
         self._positions.zero_()
@@ -196,7 +208,7 @@ class GraphRunner:
         if self._drafter is not None:
             self._rows.fill_(self._drafter.padded_row)
         if self._probe is not None:
-            self._probe.forget_step()
+            self._probe.forget_step(compares)
 
     def _draft_static(self, size: int, query_len: int, hidden: torch.Tensor) -> None:
         assert self._drafter is not None
@@ -239,11 +251,11 @@ class GraphRunner:
             probe=self._probe,
         )
 
-    def padded_size(self, num_sequences: int, query_len: int) -> int | None:
-        """Sequences of the smallest captured graph that holds the step; None when it runs eagerly."""
-        if query_len not in self._query_lens:
-            return None
-        return next((size for size in self._sizes if size >= num_sequences and (size, query_len) in self._graphs), None)
+    def key_of(self, num_sequences: int, query_len: int) -> Key | None:
+        """The smallest captured graph that holds the step; None when it runs eagerly."""
+        compares = self._probe is not None and self._probe.comparing
+        keys = (Key(size, query_len, compares) for size in self._sizes if size >= num_sequences)
+        return next((key for key in keys if key in self._graphs), None)
 
     def forward(self, batch: ForwardBatch, num_sequences: int | None) -> torch.Tensor:
         """Hidden states [T, D], computed by the graph of at least `num_sequences` sequences if there is one.
@@ -252,11 +264,11 @@ class GraphRunner:
         The result is valid until the next call.
         """
         meta = batch.attention
-        size = self.padded_size(num_sequences, meta.query_len) if num_sequences is not None else None
-        if size is None:
+        key = self.key_of(num_sequences, meta.query_len) if num_sequences is not None else None
+        if key is None:
             return self._eager(batch)
+        captured, size = self._graphs[key], key.size
         count, lines, all_lines = meta.num_decode_seqs, batch.num_tokens, size * meta.query_len
-        captured = self._graphs[size, meta.query_len]
         if lines:
             into = [self._ids[:lines], self._positions[:lines], self._slots[:lines]]
             torch._foreach_copy_(into, [batch.input_ids, batch.positions, meta.slots])
@@ -279,11 +291,11 @@ class GraphRunner:
         self, num_sequences: int, query_len: int, next_ids: torch.Tensor, accepted: torch.Tensor | None, rows: DraftRows
     ) -> bool:
         """Replay the draft passes behind the step that `forward` just replayed. False when that step ran eagerly."""
-        size = self.padded_size(num_sequences, query_len)
-        captured = self._graphs[size, query_len] if size is not None else None
-        if captured is None or captured.draft is None or self._drafter is None:
+        key = self.key_of(num_sequences, query_len)
+        captured = self._graphs[key] if key is not None else None
+        if key is None or captured is None or captured.draft is None or self._drafter is None:
             return False
-        count = len(rows.rows)
+        size, count = key.size, len(rows.rows)
         self._next_ids[: len(next_ids)].copy_(next_ids)
         self._rows[:count].copy_(rows.rows)
         self._rows[count:size].fill_(self._drafter.padded_row)

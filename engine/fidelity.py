@@ -1,12 +1,13 @@
 """A probe that compares FP8 attention with exact attention while the engine serves.
 
-A few sequences keep a shadow: an exact cache of their own, written from the same latents and keys as the FP8 cache at every
-step. In a sampled fraction of the steps every layer's decode queries of these sequences also attend to the shadow, unquantized,
-and the relative L2 distance of the two outputs is the layer's error of that step. Only layers see unquantized values, so they
-call the probe (models/batch.py says what they tell it); it costs nothing where there is none.
+A few sequences keep a shadow: an exact cache of their own, written by the launch that writes the FP8 cache, at every step. In
+a sampled fraction of the steps every layer's decode queries of these sequences also attend to the shadow, unquantized, and the
+relative L2 distance of the two outputs is the layer's error of that step. Only layers see unquantized values, so they call the
+probe (models/batch.py says what they tell it); it costs nothing where there is none.
 
-Writing the shadow is part of the captured graphs; a step that compares runs eagerly. Which steps compare depends on their
-count alone, so that all ranks choose the same ones. Layers report the heads of the leader's rank.
+What changes from step to step lies in static tensors, so that steps replay graphs: those that compare replay graphs of their
+own (engine/cuda_graph.py). Which steps compare depends on their count alone, so that all ranks choose the same ones. Layers
+report the heads of the leader's rank.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from engine.plan import StepPlan
 from engine.staging import to_device
 from kernels import ops
-from kernels.layout import BLOCK_SIZE, CacheFormat, LatentCache
+from kernels.layout import BLOCK_SIZE, CacheFormat, ExactCopy, LatentCache
 from models.batch import AttentionMetadata
 from models.config import ModelConfig
 
@@ -41,85 +42,92 @@ class FidelityProbe:
             for _ in range(model.num_attention_layers)
         ]
         self._tables = torch.arange(SEQUENCES * blocks, dtype=torch.int32, device=device).view(SEQUENCES, blocks)
-        self._slots = torch.full((max_lines,), -1, dtype=torch.int64, device=device)  # static: graphs read it
-        self._num_slots = 0  # lines of it that the last step set
+        self._starts = torch.full((max_lines,), -1, dtype=torch.int64, device=device)  # of each line's sequence in the shadows
+        self._marked: list[tuple[int, int, int]] = []  # what _starts says, as _mark takes it
+        # Decode sequences to compare and their shadows; entries that are not live compare nothing.
+        self._compared, self._compared_shadows = torch.zeros(2, SEQUENCES, dtype=torch.int64, device=device)
+        self._live = torch.zeros(SEQUENCES, dtype=torch.int32, device=device)
         self._errors = torch.zeros(model.num_attention_layers, device=device)
         self._shadow_of: dict[int, int] = {}  # row -> shadow
         self._steps = 0
+        self._finds = False  # whether this step leaves errors to read
         self.comparing = False  # whether this step compares, on every rank alike
-        self._writes = True  # captures happen before the first step and must record the writing
-        self._rows: torch.Tensor | None = None  # decode sequences of this step to compare, and their shadows
-        self._shadow_rows: torch.Tensor | None = None
 
-    def follow(
-        self, plan: StepPlan, rows: np.ndarray, positions: np.ndarray, live: np.ndarray, ahead: torch.Tensor | None
-    ) -> None:
-        """Take a step: which lines go into shadows, which sequences are compared. rows, positions, live: [T] of its lines.
-
-        ahead: int64 [decode sequences], how much further their lines are than `positions` says; None if no further
-        """
-        most_ahead = max((step.drafts_in_flight for step in plan.decodes), default=0)
-        for row in (*plan.freed_rows, *(new.row for new in plan.new_sequences)):
+    def follow(self, plan: StepPlan) -> None:
+        """Take a step: which of its lines go into shadows, which sequences are compared."""
+        for row in plan.freed_rows:
             self._shadow_of.pop(row, None)
+        for new in plan.new_sequences:
+            self._shadow_of.pop(new.row, None)
         for step in plan.prefills:
             free = set(range(SEQUENCES)) - set(self._shadow_of.values())
             # Only a sequence that computes its first token here can have a whole shadow: a cached prefix has no exact values.
             if step.num_computed == 0 and step.row not in self._shadow_of and free:
                 self._shadow_of[step.row] = min(free)
-        slots = np.full(len(rows), -1, dtype=np.int64)
-        for row, shadow in list(self._shadow_of.items()):
-            mine = (rows == row) & live
-            if mine.any() and positions[mine].max() + most_ahead >= self._capacity:
-                del self._shadow_of[row]
-            else:
-                slots[mine] = shadow * self._capacity + positions[mine]
-        self._writes = bool((slots >= 0).any())
+        lines: list[tuple[int, int, int]] = []  # first line of a sequence, end, shadow
+        pairs: list[tuple[int, int]] = []  # decode sequence, shadow
+        for index, step in enumerate(plan.decodes):
+            if step.row in self._shadow_of:
+                shadow = self._shadow_if_within(step.row, step.num_computed + step.num_drafts + step.drafts_in_flight)
+                if shadow is not None:
+                    lines.append((index * plan.query_len, (index + 1) * plan.query_len, shadow))
+                    pairs.append((index, shadow))
+        first = len(plan.decodes) * plan.query_len
+        for step in plan.prefills:
+            if step.row in self._shadow_of:
+                shadow = self._shadow_if_within(step.row, step.num_computed + step.num_tokens - 1)
+                if shadow is not None:
+                    lines.append((first, first + step.num_tokens, shadow))
+            first += step.num_tokens
+        self._mark(lines)
         self._steps += 1
         self.comparing = int(self._steps * self._fraction) > int((self._steps - 1) * self._fraction)
-        followed = [(i, self._shadow_of[step.row]) for i, step in enumerate(plan.decodes) if step.row in self._shadow_of]
-        pairs = np.array(followed, dtype=np.int64).reshape(-1, 2) if self.comparing else np.zeros((0, 2), np.int64)
-        self._rows = self._shadow_rows = None
-        count = len(slots) if self._writes else 0
-        if count < self._num_slots:
-            self._slots[count : self._num_slots].fill_(-1)
-        self._num_slots = count
-        if not count:
-            return
-        arrays = [slots, pairs[:, 0].copy(), pairs[:, 1].copy()] if len(pairs) else [slots]
-        moved, *compared = to_device(arrays, self._device)
-        self._slots[:count].copy_(moved)
-        if ahead is not None:
-            lines = self._slots[: len(ahead) * plan.query_len].view(len(ahead), -1)
-            lines += torch.where(lines >= 0, ahead[:, None], 0)
-        if compared:
-            self._rows, self._shadow_rows = compared
+        self._finds = self.comparing and bool(pairs)
+        if self._finds:
+            self._choose(pairs)
 
-    def forget_step(self) -> None:
-        """A pass that belongs to no step comes next: it must write no shadow and compare nothing, but if it is captured its
-        writing must be."""
-        self._slots.fill_(-1)
-        self._writes, self.comparing = True, False
-        self._rows = self._shadow_rows = None
+    def _shadow_if_within(self, row: int, last_position: int) -> int | None:
+        """The shadow of a row that has one, which it loses when a position lies beyond it."""
+        if last_position < self._capacity:
+            return self._shadow_of[row]
+        del self._shadow_of[row]
+        return None
+
+    def _mark(self, lines: list[tuple[int, int, int]]) -> None:
+        """Bring _starts up to date with (first line, end, shadow) of each; while the same sequences decode, it is."""
+        if lines == self._marked:
+            return
+        starts = np.full(max(end for _, end, _ in (*lines, *self._marked)), -1, dtype=np.int64)
+        for first, end, shadow in lines:
+            starts[first:end] = shadow * self._capacity
+        (moved,) = to_device([starts], self._device)
+        self._starts[: len(moved)].copy_(moved)
+        self._marked = lines
+
+    def _choose(self, pairs: list[tuple[int, int]]) -> None:
+        padded = np.zeros((SEQUENCES, 2), dtype=np.int64)
+        padded[: len(pairs)] = pairs
+        live = (np.arange(SEQUENCES) < len(pairs)).astype(np.int32)
+        arrays = to_device([padded[:, 0].copy(), padded[:, 1].copy(), live], self._device)
+        for static, moved in zip((self._compared, self._compared_shadows, self._live), arrays):
+            static.copy_(moved)
+
+    def forget_step(self, compares: bool) -> None:
+        """A pass that belongs to no step comes next. Its lines have no slots, so that it writes no shadow; compares: whether it
+        is recorded as one that compares, here with nothing."""
+        self._live.zero_()
+        self._compared.zero_()
+        self.comparing, self._finds = compares, False
 
     def errors(self) -> torch.Tensor | None:
         """FP32 [layers] relative L2 error of the step just run; None if nothing was compared."""
-        return None if self._rows is None else self._errors.clone()
+        return self._errors.clone() if self._finds else None
 
     # ---- called by the layers
 
-    def append(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        norm_weight: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        eps: float,
-    ) -> None:
-        if self._writes and layer < len(self._shadows):  # the draft layer has no shadow
-            slots = self._slots[: latent.shape[0]]
-            ops.append_kv(self._shadows[layer], latent, k_rope, norm_weight, positions, cos_sin, slots, eps=eps)
+    def copy(self, layer: int, rows: int) -> ExactCopy | None:
+        """See AttentionProbe; the draft layer has no shadow."""
+        return ExactCopy(self._shadows[layer], self._starts[:rows]) if layer < len(self._shadows) else None
 
     def compare(
         self,
@@ -132,19 +140,20 @@ class FidelityProbe:
         out: torch.Tensor,
         softmax_scale: float,
     ) -> None:
-        if self._rows is None or self._shadow_rows is None or layer >= len(self._shadows):
+        """See AttentionProbe."""
+        if layer >= len(self._shadows):
             return
-        rows, (b, s) = self._rows, out.shape[:2]
+        rows, (b, s) = self._compared, out.shape[:2]
 
         def picked(x: torch.Tensor) -> torch.Tensor:
             return x[: b * s].unflatten(0, (b, s)).index_select(0, rows).flatten(0, 1)
 
         query = ops.quantize_q(picked(q_content), picked(q_rope), picked(positions), cos_sin, fmt=self._format)
-        seq_lens = meta.seq_lens.index_select(0, rows)
+        seq_lens = meta.seq_lens.index_select(0, rows) * self._live
         exact, _ = ops.mla_decode(
-            query.unflatten(len(rows), s),
+            query.unflatten(SEQUENCES, s),
             self._shadows[layer],
-            self._tables.index_select(0, self._shadow_rows),
+            self._tables.index_select(0, self._compared_shadows),
             seq_lens,
             None if meta.num_query is None else meta.num_query.index_select(0, rows),
             softmax_scale=softmax_scale,
@@ -152,5 +161,6 @@ class FidelityProbe:
             plan=ops.plan_decode(seq_lens, query_len=s, num_heads=self._num_heads, fmt=self._format),
             out_dtype=out.dtype,
         )
-        difference = out.index_select(0, rows).float() - exact.float()
-        self._errors[layer] = difference.norm() / exact.float().norm()
+        measured = torch.where(self._live[:, None, None, None] > 0, out.index_select(0, rows).float(), 0.0)
+        exact = exact.float()
+        self._errors[layer] = (measured - exact).norm() / exact.norm()

@@ -354,10 +354,7 @@ class ModelRunner:
         self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
 
     def _sequences_to_replay(self, plan: StepPlan) -> int | None:
-        """Sequences that a graph of this step must hold, the most of any replica; None when the step runs eagerly: any
-        replica has prefill, or the probe compares."""
-        if self._probe is not None and self._probe.comparing:
-            return None
+        """Sequences that a graph of this step must hold, the most of any replica; None when any replica has prefill."""
         if plan.agreement is None:
             return None if plan.prefills else len(plan.decodes)
         return plan.agreement.sequences if plan.agreement.decode_only else None
@@ -480,7 +477,7 @@ class ModelRunner:
         )
         ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
         if self._probe is not None:
-            self._probe.follow(plan, token_rows, positions, live, d_ahead if ahead.any() else None)
+            self._probe.follow(plan)
         batch = ForwardBatch(
             d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows, probe=self._probe
         )

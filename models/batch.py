@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from kernels.layout import DecodePlan, LatentCache
+from kernels.layout import DecodePlan, ExactCopy, LatentCache
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,8 @@ class AttentionProbe(Protocol):
 
     comparing: bool
 
-    def append(
-        self,
-        layer: int,
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        norm_weight: torch.Tensor,
-        positions: torch.Tensor,
-        cos_sin: torch.Tensor,
-        eps: float,
-    ) -> None:
-        """A layer has written these keys of the step's lines into its cache; arguments as ops.append_kv takes them."""
+    def copy(self, layer: int, rows: int) -> ExactCopy | None:
+        """Where ops.append_kv also writes a layer's keys of the step's `rows` lines, unquantized."""
 
     def compare(
         self,

@@ -67,10 +67,8 @@ class MLA:
         rows, decode_rows = latent.shape[0], meta.num_decode_tokens
         kept = ops.append_kv(
             cache, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, meta.slots,
-            eps=self.eps, keep=rows - decode_rows,
+            eps=self.eps, keep=rows - decode_rows, copy=batch.probe.copy(self.cache_index, rows) if batch.probe is not None else None,
         )  # fmt: skip
-        if batch.probe is not None:
-            batch.probe.append(self.cache_index, latent, k_rope, self.latent_norm, batch.positions, self.cos_sin, self.eps)
         out: Rows = self._absorbed(q[:decode_rows], batch, cache) if decode_rows else q.new_empty(0, self.heads * self.v_dim)
         if meta.prefill is not None:
             expanded = self._expanded(q[decode_rows:], batch.positions[decode_rows:], *kept, meta.prefill, cache)

@@ -15,6 +15,9 @@ from engine.llm import LLM
 from engine.sampling_params import SamplingParams
 from kernels import ops
 from kernels.layout import CacheFormat
+from tests.engine.fake_graphs import FakePool, pool
+
+__all__ = ["pool"]  # a fixture
 
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 70, 130)]
 
@@ -67,6 +70,30 @@ def test_follows_chunks_drafts_and_reused_rows(drafts: int) -> None:
     generate(llm, 12)
     assert llm.stats().fidelity_steps > 10
     assert max(llm.stats().fidelity_worst) < 1e-5
+
+
+@pytest.mark.parametrize(("drafts", "fmt"), [(0, "fp8"), (0, "fp32"), (2, "fp32")])
+def test_comparing_steps_replay_graphs_of_their_own(drafts: int, fmt: str, pool: FakePool) -> None:
+    """Of few sizes, padded where no size fits, and finding what eager steps find; with them no step of decode runs eagerly."""
+    llm = demo(0.25, cache_format=fmt, num_speculative_tokens=drafts, max_num_seqs=5)
+    runner = llm._core._executor._runner  # type: ignore[attr-defined]
+    runner.capture_graphs(show_progress=False, sizes=[1, 2, 3, 4, 5])
+    graphs = runner._graphs
+    assert [key.size for key in graphs._graphs if key.compares and key.query_len == 1] == [5, 1]
+    calls: list[int] = []
+    forward = graphs._eager
+    graphs._eager = lambda batch: calls.append(batch.num_tokens) or forward(batch)
+    before = {key: captured.graph.replays for key, captured in graphs._graphs.items()}
+    generate(llm, 13)
+    compared = sum(captured.graph.replays - before[key] for key, captured in graphs._graphs.items() if key.compares)
+    stats = llm.stats()
+    assert stats.fidelity_steps == compared > 0
+    if fmt == "fp8":
+        assert all(0.001 < mean <= worst < 0.2 for mean, worst in zip(stats.fidelity_mean, stats.fidelity_worst))
+    else:
+        assert max(stats.fidelity_worst) < 1e-5
+    eager_passes = [tokens for tokens in calls if tokens > 15]
+    assert eager_passes == [sum(map(len, PROMPTS))], "only the prompts"
 
 
 def test_broken_scale_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
