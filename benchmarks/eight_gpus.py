@@ -8,26 +8,35 @@ http     request rates at one replica a GPU: time to first token, between tokens
 figure   tokens/s per GPU, real beside simulated
 
 Each finding is a line of results/eight_gpus.jsonl (steps of `shapes`: results/eight_gpus_decode.jsonl), and what has its line
-for this device, revision and number of ranks is skipped: a run that was stopped goes on. A part that fails does not stop the
-others. NVLink multicast stays off: NCCL_NVLS_ENABLE=0 holds in every process. `--device cpu` runs all parts over gloo.
+for this device, revision and number of ranks is skipped: a run that was stopped (by a signal, a time limit) goes on when it is
+started again with the same --folder. What fails - a part, a layout, a deployment, one case of it - stops nothing else: ranks
+that a case has ended are started again without it, and ranks that say nothing for SILENT_S are ended. Everything should take
+about 20 minutes on eight H200s, half of it the shapes; no weights are read and nothing is written but lines, logs and figures.
+
+NVLink multicast stays off: NCCL_NVLS_ENABLE=0 holds in every process, and what NCCL says of it is kept with the links.
+`--device cpu` runs all parts over gloo, in tiny sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
+import concurrent.futures
 import functools
 import json
+import multiprocessing
 import os
+import re
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,92 +44,18 @@ import torch
 import torch.distributed as dist
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks import decode, serving
+from benchmarks import deployments, serving
 from benchmarks.engine_on_gpu import ask, ask_all, compare, noise_of_batching, prompts
 from benchmarks.harness import eager, run_parts
-from benchmarks.records import RESULTS, ROOT, Records, newest, read
-from benchmarks.workloads import SHAPES, cut_layers, tiny_shape
+from benchmarks.records import RESULTS, read
+from benchmarks.several_gpus import Run, Sizes, each
 from engine.llm import LLM
 from engine.preflight import check_all_reduce, choose_device
-from models.config import load_model_config
 from models.parallel import ParallelContext
 from tests.comparator import Differences, Generation
-from tests.distributed.launched import Launched, torchrun
 
-PARTS = ("links", "answers", "kill", "shapes", "http", "figure")
 MULTICAST = "NCCL_NVLS_ENABLE"
-PUBLISHED_RANKS = 8  # the published shapes fill eight devices; fewer ranks take fewer layers of them
 END_S = 30.0
-PAIRED = ("shape", "dp", "tp", "format", "context", "batch")  # what a case and its simulation have in common
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """What a run asks for; `tiny` is for a dry run on a CPU."""
-
-    prompts: int = 50
-    tokens: int = 64
-    rows: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
-    row_width: int = 7168
-    rates: tuple[float, ...] = (4.0, 16.0, 64.0, 128.0)
-    requests: int = 256
-    contexts: tuple[int, ...] = decode.CONTEXTS
-    shapes: tuple[str, ...] = ("deepseek_v3.1", "longcat_flash")
-    engine: tuple[str, ...] = ("--cache-memory-bytes", str(2 << 30))
-    decode: tuple[str, ...] = ()
-
-    @staticmethod
-    def of(world: int, device: str) -> Sizes:
-        if device == "cpu":
-            return Sizes.tiny()
-        if world >= 4:
-            return Sizes()
-        # Two GPUs answer how far the simulation is off; they say nothing of Figure 1, so few cases do.
-        return Sizes(
-            contexts=(16384, 65536), shapes=("deepseek_v3.1",), rates=(16.0, 64.0), decode=("--batches", "--most", "32")
-        )
-
-    @staticmethod
-    def tiny() -> Sizes:
-        return Sizes(
-            prompts=4, tokens=8, rows=(1, 3), row_width=64, rates=(2.0,), requests=4, contexts=(256,), shapes=("deepseek_v3.1",),
-            engine=("--num-cache-blocks", "128", "--max-model-len", "2048", "--dtype", "float32", "--cache-format", "fp32"),
-            decode=("--device", "cpu", "--cache-memory-bytes", str(4 << 20), "--batches", "2", "--most", "3"),
-        )  # fmt: skip
-
-
-class Run:
-    """One execution of the script. world: ranks; a line counts as done for this device, revision and world."""
-
-    def __init__(self, world: int, device: str, sizes: Sizes, folder: Path) -> None:
-        self.world, self.device, self.sizes, self.folder = world, device, sizes, folder
-        self.decode_results = folder / "eight_gpus_decode.jsonl"
-        self.records = Records(folder / "eight_gpus.jsonl", device=device, method=__doc__.partition("\n")[0], seed=0)
-
-    def has(self, **key: Any) -> bool:
-        state = self.records.state
-        return self.records.has(**key, world=self.world, device=state["device"], git=state["git"])
-
-    def write(self, **fields: Any) -> None:
-        self.records.write(figure="eight_gpus", world=self.world, **fields)
-        print(json.dumps({name: value for name, value in fields.items() if name != "report"}), flush=True)
-
-    def launch(self, dp: int, tp: int, log: Path) -> Launched:
-        """The user's own command: torchrun starts one process, which supervises the workers."""
-        device = ("--device", self.device)
-        return Launched(torchrun(), "--dp", str(dp), "--tp", str(tp), "--no-access-log", *device, *self.sizes.engine, log=log)
-
-    def torchrun(self, *module: str) -> str:
-        """Output of a module on all ranks. Raises RuntimeError with its end when a rank fails."""
-        command = [*torchrun()[:1], "--standalone", "--nproc-per-node", str(self.world), "-m", *module]
-        return _output(command)
-
-
-def _output(command: list[str]) -> str:
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-3000:]}")
-    return done.stdout
 
 
 # ---- links
@@ -130,12 +65,24 @@ def links(run: Run) -> None:
     if run.has(part="links"):
         return
     sizes = run.sizes
-    out = run.torchrun(
-        "benchmarks.eight_gpus", "--links-rank", "--device", run.device, "--row-width", str(sizes.row_width), "--rows", *map(str, sizes.rows)
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as said:
+        told = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NVLS,ENV", "NCCL_DEBUG_FILE": f"{said}/%p"}
+        out = run.torchrun(
+            "links", "benchmarks.eight_gpus", "--links-rank", "--device", run.device, "--row-width", str(sizes.row_width),
+            "--rows", *map(str, sizes.rows), environment=told,
+        )  # fmt: skip
+        multicast = multicast_lines(path.read_text(errors="replace") for path in Path(said).iterdir())
     found = json.loads(next(line for line in out.splitlines() if line.startswith('{"collectives"')))
-    report = _output(["nvidia-smi", "topo", "-m"]) if run.device == "cuda" else ""
-    run.write(part="links", **found, report=report)
+    report = ""
+    if run.device == "cuda":
+        report = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout
+    run.write(part="links", **found, multicast=multicast, report=report)
+
+
+def multicast_lines(logs: Iterable[str]) -> dict[str, int]:
+    """What NCCL's ranks said of NVLink multicast, without places and numbers, and how often."""
+    lines = (line.partition("NCCL INFO ")[2] for log in logs for line in log.splitlines() if "NVLS" in line)
+    return dict(Counter(re.sub(r"\d+|0x[0-9a-f]+", "#", line) for line in lines))
 
 
 def links_rank(device_name: str, rows: list[int], width: int) -> None:
@@ -179,44 +126,44 @@ def _rank_us(call: Callable[[], object], device: torch.device) -> float:
 # ---- answers, kill
 
 
-def expected(run: Run, texts: list[str]) -> tuple[list[Generation], Differences]:
+def expected(device: str, texts: list[str], num_tokens: int) -> tuple[list[Generation], Differences]:
     """Greedy answers of one process to all texts, and how far they move when each is asked alone."""
     options: dict[str, Any] = {"cache_memory_bytes": 2 << 30}
-    if run.device == "cpu":
+    if device == "cpu":
         options = {"cache_memory_bytes": 1 << 30, "max_model_len": 2048, "dtype": "float32", "cache_format": "fp32"}
-    engine = LLM("demo", device=run.device, **options)
-    found = noise_of_batching(engine, texts, run.sizes.tokens)
-    del engine
-    decode.free_memory(torch.device(run.device))  # the ranks on this device need it
-    return found
+    return noise_of_batching(LLM("demo", device=device, **options), texts, num_tokens)
 
 
 def answers(run: Run) -> None:
-    worlds = list(dict.fromkeys([(run.world // 2, 2), (run.world, 1)]))
-    todo = [(dp, tp) for dp, tp in worlds if not run.has(part="answers", dp=dp, tp=tp)]
+    layouts = list(dict.fromkeys([(run.world // 2, 2), (run.world, 1)]))
+    todo = [(dp, tp) for dp, tp in layouts if not run.has(part="answers", dp=dp, tp=tp)]
     if not todo:
         return
-    texts = prompts(run.sizes.prompts)
-    want, noise = expected(run, texts)
-    for dp, tp in todo:
-        with run.launch(dp, tp, run.folder / "answers.log") as launched:
+    texts, num_tokens = prompts(run.sizes.prompts), run.sizes.tokens
+    # A process of its own: when it ends, the ranks have the whole device.
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        want, noise = process.submit(expected, run.device, texts, num_tokens).result()
+
+    def layout(dp: int, tp: int) -> None:
+        with run.launch(dp, tp, f"answers_dp{dp}_tp{tp}") as launched:
             launched.wait_ready()
-            ask(launched.port, texts[0], run.sizes.tokens)
+            ask(launched.port, texts[0], num_tokens)
             start = time.perf_counter()
-            got = ask_all(launched.port, texts, run.sizes.tokens)
+            got = ask_all(launched.port, texts, num_tokens)
             seconds = time.perf_counter() - start
             launched.process.send_signal(signal.SIGTERM)
-            status = launched.wait(END_S)
+            launched.wait(END_S)
         found = compare(got, want, noise, f"{dp}x{tp}")
-        rate = run.sizes.tokens * len(texts) / seconds
-        run.write(part="answers", dp=dp, tp=tp, **found, tokens_per_s=rate, exit_status=status)
+        run.write(part="answers", dp=dp, tp=tp, **found, tokens_per_s=num_tokens * len(texts) / seconds)
+
+    each({f"answers {dp}x{tp}": functools.partial(layout, dp, tp) for dp, tp in todo})
 
 
 def kill(run: Run) -> None:
     """Rank world - 1 gets SIGKILL while every replica answers."""
     if run.has(part="kill"):
         return
-    with run.launch(run.world // 2, 2, run.folder / "kill.log") as launched:
+    with run.launch(run.world // 2, 2, "kill") as launched:
         launched.wait_ready()
         last: dict[int, dict[str, Any]] = {}
         started, broken = threading.Barrier(run.world + 1), threading.Barrier(run.world + 1)
@@ -250,62 +197,6 @@ def kill(run: Run) -> None:
     )
 
 
-# ---- shapes
-
-
-def shapes(run: Run) -> None:
-    """Real ranks of every deployment in turn, then each one's simulation, all of them at once on a device of their own."""
-    for name in run.sizes.shapes:
-        folder = shape_for(name, run.world, run.folder) if run.device == "cuda" else tiny_shape(run.folder)
-        worlds = list(dict.fromkeys([(run.world, 1), (run.world // 2, 2), (1, run.world)]))
-        cases = ["--shapes", str(folder), "--contexts", *map(str, run.sizes.contexts), *run.sizes.decode]
-        output = ["--output", str(run.decode_results), "--worlds"]
-        print(run.torchrun("benchmarks.decode", "--real", *cases, *output, *(f"dp={dp},tp={tp}" for dp, tp in worlds))[-4000:])
-        predicted = []
-        for device, (dp, tp) in enumerate(worlds):
-            # The simulated rank gets the bytes of cache that the real ones had, so that batches are the same.
-            held = [line for line in read(run.decode_results) if line["figure"] == "decode" and not line["simulated"]]
-            held = [line for line in held if (line["shape"], line["dp"], line["tp"]) == (folder.name, dp, tp)]
-            bytes_held = ["--cache-memory-bytes", str(held[-1]["cache_bytes"])]
-            command = [sys.executable, "-m", "benchmarks.decode", *cases, *bytes_held, *output, f"dp={dp},tp={tp}"]
-            predicted.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": str(device)}))
-        ended = [process.wait() for process in predicted]
-        if any(ended):
-            raise RuntimeError(f"a simulation of {folder.name} failed")
-    for pair in pairs(run.decode_results):
-        key = {name: pair[name] for name in PAIRED}
-        if not run.has(part="shapes", **key):
-            run.write(part="shapes", **pair)
-
-
-def shape_for(name: str, ranks: int, folder: Path) -> Path:
-    """A published shape with so many of its layers that `ranks` devices hold what eight hold of the whole; its folder tells."""
-    if ranks >= PUBLISHED_RANKS:
-        return SHAPES / name
-    return cut_layers(name, load_model_config(SHAPES / name).num_decoder_layers * ranks // PUBLISHED_RANKS, folder)
-
-
-def pairs(path: Path) -> list[dict[str, Any]]:
-    """Real cases beside their simulation: prediction error = simulated step / real step - 1, with the collectives' share."""
-    found: dict[tuple[Any, ...], dict[bool, dict[str, Any]]] = {}
-    for line in newest((line for line in read(path) if line["figure"] == "decode"), *PAIRED, "simulated"):
-        found.setdefault(tuple(line[key] for key in PAIRED), {})[line["simulated"]] = line
-    return [
-        dict(zip(PAIRED, key))
-        | {
-            "kind": both[False]["kind"],
-            "step_us": both[False]["step_us"],
-            "simulated_step_us": both[True]["step_us"],
-            "tokens_per_s_per_gpu": both[False]["tokens_per_s_per_gpu"],
-            "simulated_tokens_per_s_per_gpu": both[True]["tokens_per_s_per_gpu"],
-            "collectives_share": both[False]["collectives_share"],
-            "prediction_error": both[True]["step_us"] / both[False]["step_us"] - 1,
-        }
-        for key, both in found.items()
-        if len(both) == 2
-    ]
-
-
 # ---- http
 
 
@@ -313,23 +204,26 @@ def http(run: Run) -> None:
     todo = [rate for rate in run.sizes.rates if not run.has(part="http", rate=rate)]
     if not todo:
         return
-    with run.launch(run.world, 1, run.folder / "http.log") as launched:
+    with run.launch(run.world, 1, "http") as launched:
         launched.wait_ready()
         asyncio.run(serving.load(launched.port, run.world, run.world, 24, run.sizes.tokens))  # warm
-        for rate in todo:
-            before, start = tokens_by_replica(launched.port), time.perf_counter()
-            done = asyncio.run(at_rate(launched.port, rate, run.sizes.requests, run.sizes.tokens))
-            seconds = time.perf_counter() - start
-            after = tokens_by_replica(launched.port)
-            made = [after[replica] - before.get(replica, 0.0) for replica in sorted(after)]
-            run.write(
-                part="http", rate=rate, requests=len(done), seconds=seconds,
-                output_tokens_per_s=sum(len(r.tokens) for r in done) / seconds,
-                ttft_ms=serving.percentiles(r.tokens[0] - r.sent for r in done),
-                itl_ms=serving.percentiles(b - a for r in done for a, b in zip(r.tokens, r.tokens[1:])),
-                e2e_ms=serving.percentiles(r.done - r.sent for r in done),
-                tokens_by_replica=made, least_over_mean=min(made) / statistics.fmean(made),
-            )  # fmt: skip
+        each({f"http at {rate:g}/s": functools.partial(load_at, run, launched.port, rate) for rate in todo})
+
+
+def load_at(run: Run, port: int, rate: float) -> None:
+    before, start = tokens_by_replica(port), time.perf_counter()
+    done = asyncio.run(at_rate(port, rate, run.sizes.requests, run.sizes.tokens))
+    seconds = time.perf_counter() - start
+    after = tokens_by_replica(port)
+    made = [after[replica] - before.get(replica, 0.0) for replica in sorted(after)]
+    run.write(
+        part="http", rate=rate, requests=len(done), seconds=seconds,
+        output_tokens_per_s=sum(len(r.tokens) for r in done) / seconds,
+        ttft_ms=serving.percentiles(r.tokens[0] - r.sent for r in done),
+        itl_ms=serving.percentiles(b - a for r in done for a, b in zip(r.tokens, r.tokens[1:])),
+        e2e_ms=serving.percentiles(r.done - r.sent for r in done),
+        tokens_by_replica=made, least_over_mean=min(made) / statistics.fmean(made),
+    )  # fmt: skip
 
 
 async def at_rate(port: int, rate: float, requests: int, max_tokens: int) -> list[serving.Request]:
@@ -356,14 +250,17 @@ def figure(run: Run) -> None:
     from benchmarks.figure_style import Folders, origin
     from benchmarks.plot_speed import throughput
 
-    paired = {tuple(pair[name] for name in PAIRED) for pair in pairs(run.decode_results)}
-    lines = [line for line in read(run.decode_results) if tuple(line.get(name) for name in PAIRED) in paired]
+    paired = {tuple(pair[name] for name in deployments.PAIRED) for pair in deployments.pairs(run.decode_results)}
+    lines = [line for line in read(run.decode_results) if tuple(line.get(name) for name in deployments.PAIRED) in paired]
     if not lines:
         print("figure: no case ran both really and simulated")
         return
     drawn = throughput(lines, f"Decoding throughput on {run.world} ranks, and as one simulated rank predicts it")
     folders = Folders(run.folder, RESULTS.parent / "figures" if run.device == "cuda" else run.folder)
     folders.save(drawn, f"throughput_of_{run.world}_gpus", origin(lines))
+
+
+PARTS = {"links": links, "answers": answers, "kill": kill, "shapes": deployments.measure, "http": http, "figure": figure}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -390,9 +287,9 @@ def main(argv: list[str] | None = None) -> int:
     world = args.world or next((n for n in (8, 4) if n <= present), 2)
     if world > present or world % 2:
         parser.error(f"--world: {world} ranks need as many GPUs and must be even; {present} are here")
-    args.folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a time limit's: what was launched must end as well
     run = Run(world, args.device, Sizes.of(world, args.device), args.folder)
-    return int(not run_parts({name: functools.partial(globals()[name], run) for name in args.parts}))
+    return int(not run_parts({name: functools.partial(PARTS[name], run) for name in args.parts}))
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ class Records:
     def write(self, **fields: Any) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         line = fields | self.state
-        with self.path.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(line) + "\n")
+        with self.path.open("ab", buffering=0) as out:  # one write: lines of processes that share a file do not mix
+            out.write(json.dumps(line).encode() + b"\n")
         self._known.append(line)
 
     def has(self, **key: Any) -> bool:
