@@ -20,9 +20,10 @@ the device waits:
 At the end of a world come its ratios: at equal batch, attention's time with the BF16 cache over that with the FP8 cache, alone
 (61 layers back to back, which throttles the card more) and as the profiler saw it in the step; at equal memory, tokens/s of the largest batches, beside the ratio that the two rooflines allow.
 
-One JSON line a case is appended to results/decode.jsonl; cases that are there already, for this device and revision, are
-skipped, so a run that was stopped goes on. An H200 takes about 3 s a case and 3 s a world (`--quick`: about 50 s); all shapes
-at all contexts are about 90 cases, 5 minutes.
+One JSON line a case is appended to results/decode.jsonl, figure "decode" or, with what was raised, "decode_failed"; cases that
+are there already, for this device and revision, are skipped, so a run that was stopped goes on. A case that fails ends the
+ranks, whose collectives no longer match; one simulated rank goes on with the next case. An H200 takes about 3 s a case and 3 s
+a world (`--quick`: about 50 s); all shapes at all contexts are about 90 cases, 5 minutes.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class Rank:
         """cache_bytes: 0 takes what is free on the device, less RESERVED_BYTES."""
         self.config, self.device = config, device
         self.parallel: ParallelContext = create_context(config, device)
+        # Communicators take their memory when they are first used: before what is free gets measured.
+        for used in (self.parallel.tp_all_reduce, self.parallel.tp_all_gather, self.parallel.tp_broadcast):
+            used(torch.zeros(1, device=device))
+        self.parallel.ep_reduce_scatter(self.parallel.ep_all_gather(torch.zeros(1, device=device)))
         self.model_config: ModelConfig = load_model_config(Path(config.model))
         began = time.perf_counter()
         self.model: CausalLM = load_model(
@@ -251,15 +256,24 @@ def run_world(rank: Rank, records: Records, args: argparse.Namespace, ceilings: 
             "kind": case.kind,
             "batch": case.batch,
         }
-        if records.has(**key, **now):
+        failed = key | {"figure": "decode_failed"}
+        if records.has(**key, **now) or records.has(**failed, **now):
             continue
-        if cache is None or cache.format is not case.fmt:
-            cache = None
-            free_memory(rank.device)
-            cache = random_cache(rank, case.fmt)
         began = time.perf_counter()
-        found = measure(rank, cache, case, ceilings)
-        free_memory(rank.device)
+        try:
+            if cache is None or cache.format is not case.fmt:
+                cache = None
+                free_memory(rank.device)
+                cache = random_cache(rank, case.fmt)
+            found = measure(rank, cache, case, ceilings)
+        except Exception as error:
+            records.write(**failed, error=f"{type(error).__name__}: {error}"[:2000])
+            if parallel.has_peers:
+                raise
+            print(f"{name} {case.fmt.value} {case.context} x {case.batch}: FAILED {error}", flush=True)
+            continue
+        finally:
+            free_memory(rank.device)
         if parallel.rank == 0:
             records.write(
                 **key, **found, read_rate=ceilings.read, bf16_matmul_rate=ceilings.matmul,

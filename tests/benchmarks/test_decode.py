@@ -35,6 +35,36 @@ def _one_revision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.records.machine_state", lambda device: {"device": device, "git": "here"})
 
 
+def test_a_case_that_fails_has_a_line_and_stops_no_other(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+
+    def measure(rank: object, cache: object, case: decode.Case, ceilings: object) -> dict[str, object]:
+        asked.append(case.context)
+        if case.context == 256:
+            raise RuntimeError("out of memory")
+        return {
+            "step_us": 1.0,
+            "tokens_per_s_per_gpu": 1.0,
+            "roofline_us": 1.0,
+            "roofline_share": 1.0,
+            "parts": {"attention": {"us": 1.0}},
+        }
+
+    monkeypatch.setattr(decode, "measure", measure)
+    output = tmp_path / "decode.jsonl"
+    arguments = ["--shapes", str(tiny), "--worlds", "dp=2,tp=1", "--contexts", "256", "512", "--batches", "--most", "2"]
+    arguments += ["--device", "cpu", "--cache-memory-bytes", str(CACHE_BYTES), "--output", str(output)]
+    decode.main(arguments)
+    failed = [line for line in read(output) if line["figure"] == "decode_failed"]
+    assert [(line["context"], line["error"]) for line in failed] == [(256, "RuntimeError: out of memory")] * 2  # FP8 and BF16
+    assert [line["context"] for line in read(output) if line["figure"] == "decode"] == [512, 512]
+    assert "FAILED out of memory" in capsys.readouterr().out
+    decode.main(arguments)
+    assert asked == [256, 512] * 2, "nothing is tried again"
+
+
 def test_dry_run_writes_every_case_once(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "decode.jsonl"
     arguments = [
