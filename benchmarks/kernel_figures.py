@@ -181,7 +181,6 @@ class ProbeCase:
     model: str
     layers: int
     batch: int
-    rounds: int
     steps: int  # of a round; one in a hundred compares
 
     def engine(self, folder: Path) -> tuple[str, dict[str, Any]]:
@@ -193,7 +192,8 @@ class ProbeCase:
         return str(cut), lengths | {"load_format": "dummy", "simulate_world": "dp=8,tp=1,ep=8"}
 
 
-PROBE_CASES = (ProbeCase("deepseek_v3.1", 8, 32, 3, 100), ProbeCase("demo", 0, 32, 3, 200))
+PROBE_CASES = (ProbeCase("deepseek_v3.1", 8, 32, 200), ProbeCase("demo", 0, 32, 400))
+PROBE_ROUNDS = (9, 5)  # full, quick
 PROBE_FRACTIONS = {"off": 0.0, "writing": 1e-9, "on": 0.01}  # without a probe, with one that never compares, at 1 %
 
 
@@ -217,7 +217,7 @@ def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
     return 1e3 * seconds / steps
 
 
-def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
+def probe(log: Log | Records, case: ProbeCase, rounds: int, device: str = "cuda") -> None:
     """Three engines side by side take turns, so that all see the same clocks; overheads are medians of each round's ratios."""
     cores: dict[str, EngineCore] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -229,7 +229,7 @@ def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
         decode_ms(core, case.batch, 16)
     times: dict[str, list[float]] = {name: [] for name in cores}
     names = list(cores)
-    for turn in range(case.rounds):
+    for turn in range(rounds):
         for name in names[turn % 3 :] + names[: turn % 3]:
             times[name].append(decode_ms(cores[name], case.batch, case.steps))
     over = {name: [on / off - 1 for on, off in zip(times[name], times["off"])] for name in ("writing", "on")}
@@ -250,7 +250,7 @@ def probe(log: Log | Records, case: ProbeCase, device: str = "cuda") -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, error to 32k")
+    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, fewer rounds of the probe")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
@@ -264,7 +264,7 @@ def main() -> None:
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
     for case in PROBE_CASES if "probe" in args.only else ():
         if case.model not in measured:
-            probe(Log(args.out), case)
+            probe(Log(args.out), case, PROBE_ROUNDS[args.quick])
             torch.cuda.empty_cache()
 
 

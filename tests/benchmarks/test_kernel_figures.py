@@ -43,7 +43,7 @@ def test_engines_of_the_probe_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     path = tmp_path / "lines.jsonl"
-    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, 1, 12), "cpu")
+    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, 12), 1, "cpu")
     torch.set_num_threads(before)
     (line,) = read(path)
     assert line["fidelity_steps"] >= 1 and max(line["fidelity_mean"]) < 0.1
