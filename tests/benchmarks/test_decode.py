@@ -130,6 +130,12 @@ def test_a_batch_of_several_kinds_is_measured_once(tiny: Path) -> None:
     assert cases == [("fp8", "given equal largest", 2), ("bf16", "given equal largest", 2)]
 
 
+def test_given_batches_are_measured_at_one_context(tiny: Path) -> None:
+    rank = decode.Rank(decode.engine_config(tiny, "dp=2,tp=1", real=False), torch.device("cpu"), 400 * CACHE_BYTES)
+    kinds = {(case.context, case.kind) for case in rank.cases([131072, decode.GIVEN_CONTEXT], [2], 3)}
+    assert kinds == {(131072, "equal largest"), (decode.GIVEN_CONTEXT, "given"), (decode.GIVEN_CONTEXT, "equal largest")}
+
+
 def test_ratios_compare_equal_batches_and_equal_memory() -> None:
     def line(fmt: str, kind: str, batch: int, step_us: float, roofline_us: float, attention_us: float) -> dict:
         return {
