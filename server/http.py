@@ -30,6 +30,7 @@ from server.metrics import Metrics
 OPEN_PATHS = ("/health", "/ready")  # what a probe without a key may see
 QUIET_PATHS = (*OPEN_PATHS, "/load", "/metrics")  # polled; counted, not logged
 MAX_REQUEST_ID_CHARS = 128
+MOST_PIPELINED = 8  # requests of a connection that are read while the first one runs
 _json = msgspec.json.Encoder().encode
 
 
@@ -85,9 +86,19 @@ class BoundedHttp(HttpToolsProtocol):
         super().data_received(data)
         limit = self.config.h11_max_incomplete_event_size or 0
         if self._loose > limit and not self.transport.is_closing():
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.write(b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\n\r\n")
-            self.transport.close()
+            self._end(b"431 Request Header Fields Too Large", f"more than {limit} bytes are no body", "headers_too_large")
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is no HTTP."""
+        self._end(b"400 Bad Request", msg)
+
+    def _end(self, status: bytes, message: str, code: str | None = None) -> None:
+        """Close the connection, with an answer unless it would stand in the middle of another one."""
+        if not any(cycle.response_started and not cycle.response_complete for cycle in self._cycles):
+            body = error_body(message, "invalid_request_error", code)
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         self._loose = 0
@@ -101,6 +112,8 @@ class BoundedHttp(HttpToolsProtocol):
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
+        if len(self._cycles) <= MOST_PIPELINED:  # uvicorn reads nothing more, and would not see the client leave
+            self.flow.resume_reading()
         if self.scope["http_version"] in ("0.9", "1.0"):
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
 

@@ -222,19 +222,40 @@ def test_an_offer_of_another_protocol_is_ignored(offer: str) -> None:
     run(test)
 
 
-def test_a_client_that_leaves_with_a_request_behind_its_stream(caplog: pytest.LogCaptureFixture) -> None:
-    """Both of two pipelined requests learn that nobody waits: the stream is aborted and leaves no traceback, the other never starts."""
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("behind", [1, 3])
+def test_a_client_that_leaves_with_requests_behind_the_one_that_runs(
+    stream: bool, behind: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pipelined requests learn that nobody waits: the first is aborted and leaves no traceback, the others never start."""
 
     async def test() -> None:
         async with running(replicas={"step_s": 0.02}) as server:
             _, writer = await asyncio.open_connection(*server.address)
-            writer.write(_posted({"prompt": "x", "max_tokens": 400, "stream": True}))
+            writer.write(_posted({"prompt": "x", "max_tokens": 400, "stream": stream}))
             await eventually(lambda: server.client.load()["num_open"] == 1)
-            writer.write(_posted({"prompt": "y"}))
-            await asyncio.sleep(0.2)
+            for _ in range(behind):
+                writer.write(_posted({"prompt": "y"}))
+                await asyncio.sleep(0.05)
+            await asyncio.sleep(0.1)
             writer.transport.abort()
             await eventually(lambda: len(server.log.lines) == 1 and not server.client.load()["num_open"])
             assert server.log.lines[0]["finish"] == "abort"
 
     run(test)
     assert not caplog.records
+
+
+def test_what_is_no_http_is_refused_in_json() -> None:
+    """A client that shows `error.message` shows something for these answers too."""
+
+    async def test() -> None:
+        async with running(max_header_bytes=4096) as server:
+            large = b"GET / HTTP/1.1\r\nX-Large: ", b"a" * 9000
+            for sent, status in (((b"nonsense\r\n\r\n",), 400), (large, 431)):
+                head, _, body = (await _answer(server, *sent)).partition(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 %d " % status) and b"content-type: application/json" in head
+                assert b"content-length: %d" % len(body) in head and b"connection: close" in head
+                assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+    run(test)
