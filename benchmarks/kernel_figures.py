@@ -8,7 +8,7 @@
               simulated rank of eight layers of DeepSeek-V3.1
 
 Timing is kernel_decode's: graph replays over rotated tables, warm, medians. Other kernels are timed where they are installed.
-Appends to results/kernel_figures.jsonl and skips what is there; a point takes about half a second.
+Appends to results/kernel_figures.jsonl and skips what is there; a point takes about a quarter of a second.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def timing_cases(quick: bool, parts: list[str]) -> list[dict[str, Any]]:
                 cases += [
                     {"figure": "fig6", "model": model, "dp": dp, "tp": tp, "heads": heads // tp, "query_len": 1,
                      "batch": batch_that_fits(layers, length), "length": length}
-                    for length in ((16384, 131072) if quick else (16384, 32768, 65536, 131072))
+                    for length in (16384, 32768, 65536, 131072)
                 ]  # fmt: skip
     if "fig7" in parts:
         for query_len in (1, 2, 3, 4):
-            fewer = (4096, 32768, 131072) if query_len < 3 else (32768,)
+            fewer = (1024, 4096, 16384, 32768, 131072) if query_len < 3 else (4096, 32768, 131072)
             for length in fewer if quick else [1024 << i for i in range(8)]:
                 cases += [
                     {"figure": "fig7", "heads": heads, "query_len": query_len, "batch": 32, "length": length}
@@ -142,12 +142,12 @@ def one_product(layer: Attention, fast: bool) -> tuple[torch.Tensor, torch.Tenso
     return out.float(), p.double() @ v.double()
 
 
-def context(out: Path, quick: bool) -> None:
+def context(out: Path) -> None:
     done = read(out)
     log = Log(out)
     for mean in (0.0, 0.5):
         longest = synthetic(LONGEST, 300.0, mean=mean, heads=16, queries=8, seed=SEED).to("cuda")
-        for tokens in contexts(quick):
+        for tokens in contexts(False):
             key = {"figure": "context", "data": "synthetic", "mean": mean, "outlier": 300.0, "tokens": tokens}
             if not any(all(line.get(k) == v for k, v in key.items()) for line in done):
                 layer = longest.beginning(tokens, 8)
@@ -250,7 +250,7 @@ def probe(log: Log | Records, case: ProbeCase, rounds: int, device: str = "cuda"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fig7 and fig6 at fewer lengths, fewer rounds of the probe")
+    parser.add_argument("--quick", action="store_true", help="fig7 at fewer lengths, fewer rounds of the probe")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
@@ -260,7 +260,7 @@ def main() -> None:
     with torch.inference_mode():
         timings(args.out, args.quick, args.only)
         if "context" in args.only:
-            context(args.out, args.quick)
+            context(args.out)
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
     for case in PROBE_CASES if "probe" in args.only else ():
         if case.model not in measured:

@@ -12,12 +12,13 @@ from pathlib import Path
 from benchmarks.figure_style import Folders
 from benchmarks.plot_decode import decode_ratio, decode_step
 from benchmarks.plot_numerics import context, fig3, fig5, sources
+from benchmarks.plot_probe import probe
 from benchmarks.plot_quality import table1, table2
 from benchmarks.plot_speed import fig1, fig6, fig7
 
 DRAWN: dict[str, Callable[[Folders], str | None]] = {
     "fig1": fig1, "fig3": fig3, "fig5": fig5, "context": context, "sources": sources, "fig6": fig6, "fig7": fig7, "table1": table1,
-    "table2": table2, "decode_step": decode_step, "decode_ratio": decode_ratio,
+    "table2": table2, "probe": probe, "decode_step": decode_step, "decode_ratio": decode_ratio,
 }  # fmt: skip
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks import plots, reproduce
 from benchmarks.figure_style import Folders
@@ -47,7 +51,7 @@ def test_without_a_gpu_nothing_asks_for_one(tmp_path: Path) -> None:
     assert not any(run.command[0] in asks or "cuda" in run.command for run in without)
     assert asks <= {run.command[0] for run in with_gpu}
     measured = {figure for run in without for figure in run.figures}
-    assert measured == set(figures) - {"fig1", "fig6", "fig7", "decode_step", "decode_ratio"}
+    assert measured == set(figures) - {"fig1", "fig6", "fig7", "probe", "decode_step", "decode_ratio"}
     assert {figure for run in with_gpu for figure in run.figures} == set(figures)
 
 
@@ -59,7 +63,35 @@ def test_parts_of_one_module_share_a_process(tmp_path: Path) -> None:
 
 
 def test_quick_run_with_a_gpu_is_planned_below_eight_minutes(tmp_path: Path) -> None:
-    assert sum(run.seconds for run in reproduce.runs(list(plots.DRAWN), True, True, tmp_path)) <= 480
+    assert reproduce.planned(reproduce.runs(list(plots.DRAWN), True, True, tmp_path), beside=4) <= 420
+
+
+def test_nothing_runs_beside_a_timing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """What is no timing runs first, as many at once as there is room for; a run that fails stops no other and is named."""
+    running: list[bool] = []
+    most = {True: 0, False: 0}
+    lock = threading.Lock()
+
+    def process(command: list[str], **kwargs: object) -> subprocess.CompletedProcess:
+        timing = command[2] == "benchmarks.decode" or "fig7" in command
+        with lock:
+            assert not any(running) and not (timing and running)
+            running.append(timing)
+            most[timing] = max(most[timing], len(running))
+        time.sleep(0.05)
+        with lock:
+            running.remove(timing)
+        return subprocess.CompletedProcess(command, int("numerics" in command[2]))
+
+    monkeypatch.setattr(reproduce.subprocess, "run", process)
+    monkeypatch.setattr(reproduce, "at_once", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("sys.argv", ["reproduce", "--quick", "--folder", str(tmp_path)])
+    assert reproduce.main() == 1
+    assert most == {True: 1, False: 3}
+    told = capsys.readouterr().out
+    assert "failed: benchmarks.numerics" in told and "probe: left out, kernel_figures.jsonl has no lines" in told
 
 
 def test_figures_are_drawn_from_the_results_in_the_repository(tmp_path: Path) -> None:
