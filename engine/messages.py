@@ -85,7 +85,6 @@ class Phase(_Message, frozen=True):
     rank: int
     name: str
     seconds: float | None = None
-    detail: str = ""
 
 
 class Ready(_Message, frozen=True):

@@ -67,7 +67,7 @@ def _length_by_header(path: Path) -> int:
     return 8 + header_bytes + max(ends, default=0)
 
 
-def check_memory(device: torch.device, checkpoint_bytes: int, config: EngineConfig) -> str:
+def check_memory(device: torch.device, checkpoint_bytes: int, config: EngineConfig) -> None:
     """Refuse what cannot fit: a rank holds at least its share of the experts, so 1 / world size of the files."""
     share = checkpoint_bytes // config.parallel.world_size
     if device.type == "cuda":
@@ -81,7 +81,6 @@ def check_memory(device: torch.device, checkpoint_bytes: int, config: EngineConf
             f"the checkpoint needs at least {share / 2**30:.1f} GiB on each of {config.parallel.world_size} ranks, but "
             f"{device} has {max(0, usable) / 2**30:.1f} GiB of {what}; use more ranks or free memory"
         )
-    return f"{checkpoint_bytes / 2**30:.2f} GiB of weights"
 
 
 def check_all_reduce(device: torch.device) -> None:

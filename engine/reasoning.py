@@ -101,10 +101,6 @@ class ReasoningSplitter:
         else:
             self._state = "reasoning" if end.endswith(tags.open) else "start"
 
-    @property
-    def in_answer(self) -> bool:
-        return self._state == "answer"
-
     def push(self, text: str) -> tuple[str, str]:
         """(more reasoning, more answer)."""
         self._scanner.feed(text)

@@ -360,7 +360,8 @@ class ProgressLine:
         self.shown = now
         rate = done / max(now - self.start, 1e-9)
         left = f"{(total - done) / max(rate, 1.0):.0f} s left" if done < total else f"in {now - self.start:.0f} s"
-        line = f"{self.label}: {done / 1e9:.2f} of {total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left}"
+        size, unit = (1e9, "GB") if total >= 1e9 else (1e6, "MB")
+        line = f"{self.label}: {done / size:.2f} of {total / size:.2f} {unit}, {rate / size:.2f} {unit}/s, {left}"
         end = "\r" if sys.stderr.isatty() and done < total else "\n"
         print(line.ljust(90), end=end, file=sys.stderr, flush=True)
 

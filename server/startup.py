@@ -25,6 +25,7 @@ class StartupTable:
     def add(self, phase: Phase) -> None:
         if phase.seconds is None:
             return
+        self._began = min(self._began, time.monotonic() - phase.seconds)  # the first phase began before this process did
         ranks = self._done.setdefault(phase.name, {})
         ranks[phase.rank] = phase.seconds
         if len(ranks) == self._world_size:
@@ -34,7 +35,7 @@ class StartupTable:
                 self._printed_header = True
                 self._print(f"{'start-up phase':<22}{'seconds':>9}  {'at':>7}  slowest of {self._world_size} rank(s)")
             at = time.monotonic() - self._began
-            self._print(f"{phase.name:<22}{ranks[slowest]:>9.2f}  {at:>6.1f}s  rank {slowest} {phase.detail}".rstrip())
+            self._print(f"{phase.name:<22}{ranks[slowest]:>9.2f}  {at:>6.1f}s  rank {slowest}")
 
     async def remind(self) -> None:
         """Say every REMIND_AFTER_S seconds what start-up waits for, until cancelled."""

@@ -280,6 +280,10 @@ def test_progress_line_shows_the_rate_of_long_loads_only(capsys, monkeypatch) ->
         "Loading: 2.00 of 10.00 GB, 0.50 GB/s, 16 s left",
         "Loading: 10.00 of 10.00 GB, 0.50 GB/s, in 20 s",
     ]
+    small = ProgressLine("Loading")
+    now[0] = 22.0
+    small(52 * 10**6, 52 * 10**6)
+    assert "Loading: 52.00 of 52.00 MB, 26.00 MB/s, in 2 s" in capsys.readouterr().err
 
 
 def test_every_tensor_is_read_once(checkpoint, monkeypatch) -> None:

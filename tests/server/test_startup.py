@@ -21,6 +21,7 @@ def test_a_phase_is_shown_when_its_slowest_rank_is_through(capsys: pytest.Captur
     lines = capsys.readouterr().err.splitlines()
     assert "slowest of 3" in lines[0] and lines[1].split()[:2] == ["model", "4.00"] and lines[1].endswith("rank 2")
     assert table.seconds == {"model": 4.0}
+    assert lines[1].split()[2] == "4.0s", "no phase is longer than the start-up so far, of which the table saw only the end"
 
 
 def test_waiting_ranks_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
