@@ -153,19 +153,32 @@ def decode(results: Path) -> list[str] | None:
 
 # ---- prompts and start-up
 
+PREFILL_PARTS = ("attention", "linears", "experts", "norms", "exchange")  # of benchmarks.prefill, which needs torch
+
 
 def prefill(results: Path) -> list[str] | None:
     lines = newest(read(results / "prefill.jsonl"), "model", "world", "tokens", "chunk")
     if not lines:
         return None
-    rows = [
-        (
-            f"{line['model']}{', one SIMULATED rank of ' + line['world'] if line['world'] else ''}", line["tokens"], f"{1e3 * line['first_token_seconds']:.0f} ms",
-            f"{line['tokens_per_s']:.0f}", percent(line["attention_share"]), f"{line['attention_flops_per_s'] / 1e12:.0f}",
-        )
-        for line in lines
-    ]  # fmt: skip
-    head = ("model", "prompt tokens", "first token", "prompt tokens/s", "attention's own time", "attention TFLOP/s")
+    rows = []
+    for line in lines:
+        parts = {part: sum(o["seconds"] for o in line["operations"] if o["part"] == part) for part in PREFILL_PARTS}
+        other = line["timed_seconds"] - sum(parts.values())
+        rows.append(
+            (
+                f"{line['model']}{', one SIMULATED rank of ' + line['world'] if line['world'] else ''}", line["tokens"], f"{1e3 * line['first_token_seconds']:.0f} ms",
+                f"{line['tokens_per_s']:.0f}", percent(line["roofline_share"]), *(f"{1e3 * seconds:.0f}" for seconds in (*parts.values(), other)),
+            )
+        )  # fmt: skip
+    head = (
+        "model",
+        "prompt tokens",
+        "first token",
+        "prompt tokens/s",
+        "of the roofline",
+        *(f"{part}, ms" for part in PREFILL_PARTS),
+        "other, ms",
+    )
     return [f"{source(lines[-1])}; {lines[-1]['method']}.", "", *markdown(head, rows)]
 
 

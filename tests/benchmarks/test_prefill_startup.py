@@ -28,13 +28,17 @@ def test_prefill_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert [line["tokens"] for line in lines] == [64, 160]
     assert "SIMULATED rank of tiny" in capsys.readouterr().out
     layers = 2
-    assert [line["attention_calls"] for line in lines] == [layers, layers * (1 + 2 + 2)]
-    for line in lines:
+    for line, calls in zip(lines, (1, 1 + 2 + 2), strict=True):
         assert line["tokens_per_s"] == pytest.approx(line["tokens"] / line["first_token_seconds"])
-        assert line["attention_share"] == pytest.approx(line["attention_seconds"] / line["first_token_seconds"])
+        operations = {operation["name"]: operation for operation in line["operations"]}
+        attention = operations["prefill_attention"]
+        assert attention["calls"] == layers * calls
         pairs = line["tokens"] * (line["tokens"] + 1) / 2
-        flops = line["attention_flops_per_s"] * line["attention_seconds"]
-        assert flops == pytest.approx(layers * 2 * 8 * pairs * (192 + 128)), "every pair of a token and one before it, once"
+        assert attention["flops"] == layers * 2 * 8 * pairs * (192 + 128), "every pair of a token and one before it, once"
+        assert attention["flops"] / attention["roofline_seconds"] == pytest.approx(line["bf16_matmul_rate"])
+        assert operations["grouped_mlp"]["flops"] > 0 and operations["ep_reduce_scatter"]["seconds"] > 0
+        assert line["roofline_seconds"] == pytest.approx(sum(o["roofline_seconds"] for o in line["operations"]))
+        assert 0 < sum(o["seconds"] for o in line["operations"]) < line["timed_seconds"]
     prefill.main(arguments)
     assert len(read(output)) == 2
 
