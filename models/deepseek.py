@@ -16,7 +16,7 @@ from models.parallel import ParallelContext
 from models.weights import Weights
 
 
-class DeepSeekDecoderLayer:
+class DecoderLayer:
     """x = x + attention(norm(x)); x = x + mlp(norm(x)), where mlp is an MoE after the first dense layers."""
 
     def __init__(
@@ -28,16 +28,18 @@ class DeepSeekDecoderLayer:
         *,
         cache_index: int,
         dense: bool,
+        mlp: str = "mlp",
     ) -> None:
+        """dense: no MoE; mlp: published name of the MLP or MoE."""
         hidden, eps = config.hidden_size, config.rms_norm_eps
         input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
         self.attention = MLA(weights.at("self_attn"), config, parallel, cos_sin, cache_index)
         post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
         self.mlp: MLP | MoE
         if dense or config.moe is None:
-            self.mlp = MLP(weights.at("mlp"), hidden, config.intermediate_size, parallel)
+            self.mlp = MLP(weights.at(mlp), hidden, config.intermediate_size, parallel)
         else:
-            self.mlp = MoE(weights.at("mlp"), config.moe, hidden, parallel, router="gate", bias="gate.e_score_correction_bias")
+            self.mlp = MoE(weights.at(mlp), config.moe, hidden, parallel, router="gate", bias="gate.e_score_correction_bias")
         self.input_norm = InputNorm(input_norm, self.attention.input_proj)
         self.post_attention_norm = self.mlp.input_norm(post_attention_norm)
 
@@ -52,11 +54,11 @@ class DeepSeekDecoderLayer:
 
 def deepseek_layers(
     weights: Weights, config: ModelConfig, parallel: ParallelContext, cos_sin: torch.Tensor
-) -> list[DeepSeekDecoderLayer]:
+) -> list[DecoderLayer]:
     """model.layers.0 to num_decoder_layers - 1."""
     dense = config.moe.first_dense_layers if config.moe is not None else 0
     return [
-        DeepSeekDecoderLayer(weights.at(f"layers.{i}"), config, parallel, cos_sin, cache_index=i, dense=i < dense)
+        DecoderLayer(weights.at(f"layers.{i}"), config, parallel, cos_sin, cache_index=i, dense=i < dense)
         for i in range(config.num_decoder_layers)
     ]
 

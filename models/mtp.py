@@ -13,36 +13,11 @@ import torch
 from kernels import ops
 from models.batch import ForwardBatch
 from models.config import ModelConfig, ModelConfigError
-from models.deepseek import DeepSeekDecoderLayer
+from models.deepseek import DecoderLayer
 from models.layers.embedding import Embedding
-from models.layers.mla import MLA
-from models.layers.mlp import MLP
-from models.layers.norm import InputNorm, RMSNorm
+from models.layers.norm import RMSNorm
 from models.parallel import ParallelContext
 from models.weights import Part, Weights
-
-
-class LongcatDraftLayer:
-    """x = x + attention(norm(x)); x = x + mlp(norm(x))."""
-
-    def __init__(
-        self, weights: Weights, config: ModelConfig, parallel: ParallelContext, cos_sin: torch.Tensor, *, cache_index: int
-    ) -> None:
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        input_norm = RMSNorm(weights.norm("input_layernorm", hidden), eps)
-        self.attention = MLA(weights.at("self_attn"), config, parallel, cos_sin, cache_index)
-        self.input_norm = InputNorm(input_norm, self.attention.input_proj)
-        post_attention_norm = RMSNorm(weights.norm("post_attention_layernorm", hidden), eps)
-        self.mlp = MLP(weights.at("transformer_layer.mlp"), hidden, config.intermediate_size, parallel)
-        self.post_attention_norm = self.mlp.input_norm(post_attention_norm)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x, residual) whose sum enters -> (x, residual) whose sum leaves; both [T, D]."""
-        rows, residual = self.input_norm.add(x, residual)
-        rows, residual = self.post_attention_norm.add(self.attention(rows, batch), residual)
-        return self.mlp(rows), residual
 
 
 class MTPHead:
@@ -63,17 +38,17 @@ class MTPHead:
         hidden, eps = config.hidden_size, config.rms_norm_eps
         cache_index = config.num_attention_layers
         self.embedding = embedding
-        self.layer: DeepSeekDecoderLayer | LongcatDraftLayer
         if config.family == "longcat":
             module, layer = weights.at("mtp"), weights.at("mtp.layers.0")
             module.elsewhere("embed_tokens")
             norm_names, final_norm = ("enorm.m", "hnorm.m"), module.norm("norm", hidden)
-            self.layer = LongcatDraftLayer(layer, config, parallel, cos_sin, cache_index=cache_index)
+            mlp, dense = "transformer_layer.mlp", True
         else:
             layer = weights.at(f"layers.{config.num_decoder_layers}")
             layer.elsewhere("embed_tokens", "shared_head.head")
             norm_names, final_norm = ("enorm", "hnorm"), layer.norm("shared_head.norm", hidden)
-            self.layer = DeepSeekDecoderLayer(layer, config, parallel, cos_sin, cache_index=cache_index, dense=False)
+            mlp, dense = "mlp", False
+        self.layer = DecoderLayer(layer, config, parallel, cos_sin, cache_index=cache_index, dense=dense, mlp=mlp)
         self.embedding_norm, self.hidden_norm = (RMSNorm(layer.norm(name, hidden), eps) for name in norm_names)
         self.input_proj = layer.matrix(Part.whole("eh_proj", hidden, 2 * hidden))
         self.final_norm = RMSNorm(final_norm, eps)
