@@ -23,6 +23,7 @@ from benchmarks.schemes import COMPARED, STEPS
 
 matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
 NOTE_INCHES = 0.3  # height of the two lines on where a figure's numbers come from
+NAMES = {"deepseek_v3.1": "DeepSeek-V3.1", "longcat_flash": "LongCat-Flash", "kimi_k2": "Kimi-K2"}  # shapes, as published
 Line = dict[str, Any]
 
 # fmt: off

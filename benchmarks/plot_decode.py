@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 
-from benchmarks.figure_style import Folders, Line, origin
+from benchmarks.figure_style import NAMES, Folders, Line, legend_below, origin
 from benchmarks.records import newest
 
 PARTS = {  # component: colour, hatch
@@ -58,8 +58,9 @@ def decode_step(folders: Folders) -> str | None:
         "k_",
         markersize=28,
         markeredgewidth=2,
-        label="roofline",
     )
+    axis.plot([], [], color="black", linewidth=2, label="roofline")
+    axis.margins(x=0.02)
     axis.set_xticks(
         range(len(lines)),
         [f"{line['format'].upper()}\n{line['batch']} x {line['context'] >> 10}k" for line in lines],
@@ -77,11 +78,18 @@ def decode_ratio(folders: Folders) -> str | None:
     lines = newest(folders.lines("decode", "decode_ratios"), "shape", "dp", "tp", "context", "simulated")
     if not lines:
         return "decode.jsonl has no ratios of cache formats (needs a Hopper GPU)"
-    worlds = list(dict.fromkeys((line["shape"], line["dp"], line["tp"]) for line in lines))
+    worlds = sorted({(line["shape"], line["dp"], line["tp"]) for line in lines})
+    shapes = list(dict.fromkeys(shape for shape, _, _ in worlds))
+    columns = max(sum(other == shape for other, _, _ in worlds) for shape in shapes)
     figure, axes = plt.subplots(
-        1, len(worlds), figsize=(1.2 + 3.6 * len(worlds), 3.8), layout="constrained", squeeze=False, sharey=True
-    )
-    for axis, (shape, dp, tp) in zip(axes[0], worlds):
+        len(shapes), columns, figsize=(max(7.5, 1.0 + 3.6 * columns), 1.2 + 3.2 * len(shapes)), layout="constrained",
+        squeeze=False, sharey=True,
+    )  # fmt: skip
+    for axis in axes.flat:
+        axis.set_visible(False)
+    places = {world: axes[shapes.index(world[0])][[w for w in worlds if w[0] == world[0]].index(world)] for world in worlds}
+    for (shape, dp, tp), axis in places.items():
+        axis.set_visible(True)
         mine = sorted(
             (line for line in lines if (line["shape"], line["dp"], line["tp"]) == (shape, dp, tp)),
             key=lambda line: line["context"],
@@ -97,10 +105,13 @@ def decode_ratio(folders: Folders) -> str | None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(contexts, [f"{context >> 10}k" for context in contexts])
         axis.set_xlabel("context tokens")
-        axis.set_title(f"{shape}, DP{dp}/TP{tp}{simulated(mine)}", fontsize=9)
+        axis.set_title(f"{NAMES.get(shape, shape)}, DP{dp}/TP{tp}{simulated(mine)}", fontsize=9)
         axis.axhline(1.0, color="#999999", linewidth=0.8)
-    axes[0, 0].set_ylabel("FP8 cache over BF16 cache")
-    axes[0, 0].legend(fontsize=7)
+        axis.grid(axis="y", alpha=0.3)
+    for row in axes:
+        row[0].set_ylabel("FP8 cache over BF16 cache")
+    legend_below(figure, *axes[0, 0].get_legend_handles_labels(), ncols=2)
+    figure.suptitle("What the FP8 cache gains")
     folders.save(figure, "decode_ratio", origin(lines))
     return None
 

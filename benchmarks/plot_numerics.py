@@ -35,16 +35,13 @@ def fig3(folders: Folders) -> str | None:
         ):
             counts = np.sum([entry[part]["counts"] for entry in lines], axis=0)
             edges = np.array(lines[0]["edges"])
-            axis.stairs(counts / counts.sum(), edges, label=label, color=colour, linestyle=line, linewidth=1.6)
             reach = max(entry[part]["amax"] for entry in lines)
+            label = f"{label}, largest {reach:.0f}"
+            axis.stairs(counts / counts.sum(), edges, label=label, color=colour, linestyle=line, linewidth=1.6)
             axis.axvline(reach, color=colour, linestyle=":", linewidth=1)
-            side = "right" if part == "content" else "left"
-            axis.annotate(
-                f"max {reach:.0f}", (reach, 1.0), (-3 if side == "right" else 3, -3), xycoords=("data", "axes fraction"),
-                textcoords="offset points", color=colour, fontsize=8, ha=side, va="top", rotation=90,
-            )  # fmt: skip
         axis.set_xscale("symlog", linthresh=0.1)
         axis.set_xticks([-1000, -100, -10, -1, 0, 1, 10, 100, 1000])
+        axis.tick_params(axis="x", labelsize=8)
         axis.set_yscale("log")
         axis.set(title=f"Values: {title}", xlabel="value (symmetric logarithmic scale)", ylabel="share of values per bin")
         axis.legend(loc="lower center", fontsize=8)
@@ -141,17 +138,17 @@ def context(folders: Folders) -> str | None:
                     label = "exact sums" if sums == "exact" else LABEL[sums]
                     axes[row, column].errorbar(at, mean, yerr=spread, label=label, color=colour, marker=marker, linestyle=line, markersize=5, capsize=2, elinewidth=0.7)  # fmt: skip
                     tokens_axis(axes[row, column], at)
-        for sums, colour, marker in (
-            ("fp8 kernel", "#009E73", "P"),
-            ("bf16 kernel", "#777777", "o"),
-            ("one product, fast", "#CC79A7", "v"),
+        for sums, label, colour, marker in (
+            ("fp8 kernel", "FP8 kernel, folded every 128 tokens", "#009E73", "P"),
+            ("bf16 kernel", "BF16 kernel", "#777777", "o"),
+            ("one product, fast", "one FP8 product, in place", "#CC79A7", "v"),
         ):
             found = folders.lines("kernel_figures", "context", data=data, **{key: value})
             points = sorted(newest((x for x in found if x["sums"] == sums), "tokens"), key=lambda x: x["tokens"])
             for row, metric in enumerate(("relative", "alone")):
                 if points and metric in points[0]:
                     mean, spread = np.array([x[metric] for x in points]).T
-                    axes[row, column].errorbar([x["tokens"] for x in points], mean, yerr=spread, label=f"on the chip: {sums}", color=colour, marker=marker, linestyle="-.", capsize=2)  # fmt: skip
+                    axes[row, column].errorbar([x["tokens"] for x in points], mean, yerr=spread, label=f"on the chip: {label}", color=colour, marker=marker, linestyle="-.", capsize=2)  # fmt: skip
         axes[0, column].set_title(title)
         for row in (0, 1):
             axes[row, column].set_yscale("log")
@@ -201,7 +198,7 @@ def sources(folders: Folders) -> str | None:
         )  # fmt: skip
     names = [LABEL[name] for name in order[:-1]] + ["all of SnapMLA, exact sums"]
     axis.set_yticks(range(len(order)), names)
-    axis.invert_yaxis()
+    axis.set_ylim(len(order) - 0.4, -0.6)
     axis.set_xscale("log")
     axis.set(
         xlabel="relative L2 error of the attention output, this rounding alone",

@@ -7,7 +7,7 @@ from statistics import median
 import matplotlib.pyplot as plt
 import numpy as np
 
-from benchmarks.figure_style import Folders, Line, origin
+from benchmarks.figure_style import NAMES, Folders, Line, origin
 from benchmarks.records import newest
 
 COSTS = (  # field of a line, label, colour, hatch
@@ -47,7 +47,7 @@ def probe(folders: Folders) -> str | None:
             marker=marker,
             label=_name(line).split("\n")[0],
         )
-    right.set_yscale("log")
+    right.set_ylim(bottom=0)
     right.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="layer", ylabel="relative L2 error of attention", title="Report: mean error of each layer while serving")
     right.grid(axis="y", alpha=0.3)
@@ -58,5 +58,5 @@ def probe(folders: Folders) -> str | None:
 
 
 def _name(line: Line) -> str:
-    model = "demo model" if line["model"] == "demo" else f"{line['model']}, {line['layers']} layers, one SIMULATED rank"
+    model = "demo model" if line["model"] == "demo" else f"{NAMES[line['model']]}, {line['layers']} layers, one SIMULATED rank"
     return f"{model}\nbatch {line['batch']}, {median(line['ms']['off']):.2f} ms a step"

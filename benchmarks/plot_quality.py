@@ -54,22 +54,22 @@ def table1(folders: Folders) -> str | None:
     whole = [x["whole"] for lines in recall.values() for x in lines]
     for shift, name in enumerate(n for n in ("exact", "bf16", "snapmla", "a", "a_own") if n in recall):
         losses = [np.array([x["nll"] for x in recall[name] if x["distance"] == distance]) for distance in distances]
-        mean, (low, high) = np.array([x.mean() for x in losses]), np.array([bootstrap(x) for x in losses]).T
+        mean, (low, high) = 1e4 * np.array([x.mean() for x in losses]), 1e4 * np.array([bootstrap(x) for x in losses]).T
         colour, marker, line = STYLE[name]
         right.errorbar(
             np.arange(len(distances)) + 0.06 * (shift - 2), mean, yerr=(mean - low, high - mean), label=LABEL[name], color=colour,
             marker=marker, linestyle=line, capsize=3,
         )  # fmt: skip
-    right.set_yscale("log")
+    right.set_ylim(bottom=0)
     right.set_xticks(
         range(len(distances)), [f"{d}\n{sum(x['distance'] == d for x in recall['exact'])} prompts" for d in distances]
     )
     right.set(
         xlabel="distance (tokens)",
-        ylabel="loss of the code's digits (nats)",
+        ylabel="loss of the code's digits ($10^{-4}$ nats)",
         title=f"Recall by distance: {sum(whole)} of {len(whole)} codes whole",
     )
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="lower left")
     figure.suptitle("Table 1 in small  Quality of the bundled model by cache format")
     folders.save(
         figure,

@@ -10,12 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.figure_style import Folders, Line, legend_below, origin, tokens_axis
+from benchmarks.figure_style import NAMES, Folders, Line, legend_below, origin, tokens_axis
 from benchmarks.records import newest
 from benchmarks.tables import batch_of_32, roofline
 
 BLUE, LIGHT_BLUE, GREY = "#0072B2", "#56B4E9", "#777777"
-NAMES = {"deepseek_v3.1": "DeepSeek-V3.1", "longcat_flash": "LongCat-Flash", "kimi_k2": "Kimi-K2"}
 
 # ---- Fig. 1
 
@@ -160,12 +159,9 @@ def _kernel_panel(axis: Axes, lines: list[Line], pair: tuple[int, int]) -> None:
             if not points:
                 continue
             rate = np.array([line["tflops"] for line in points])
-            # Quartiles of the time around its median, as rates; lines rebuilt from a run's printed output have none.
-            quartiles = [line.get("us_quartiles", (line["us"], line["us"])) for line in points]
-            ends = [[line["us"] / high, line["us"] / low] for line, (low, high) in zip(points, quartiles)]
             tokens = f"{query_len} query token{'s' * (query_len > 1)}"
             axis.errorbar(
-                [line["longest"] for line in points], rate, yerr=np.abs(np.array(ends).T * rate - rate), label=f"{name}, {tokens}",
+                [line["longest"] for line in points], rate, yerr=_quartiles(points, rate), label=f"{name}, {tokens}",
                 color=colour, marker=marker, linestyle=dashes, markersize=5, capsize=2,
             )  # fmt: skip
             axis.axhline(roofline(points[-1])[1], color=colour, linewidth=1.0, linestyle=":" if fmt == "fp8" else "-.")
@@ -181,6 +177,12 @@ def _kernel_panel(axis: Axes, lines: list[Line], pair: tuple[int, int]) -> None:
     if lines:
         tokens_axis(axis, [line["longest"] for line in lines])
     axis.grid(alpha=0.3)
+
+
+def _quartiles(lines: Sequence[Line], rates: np.ndarray) -> np.ndarray:
+    """Distances [2, n] of the quartiles from the medians, as rates; lines rebuilt from a run's printed output have none."""
+    ends = [line.get("us_quartiles", (line["us"], line["us"])) for line in lines]
+    return np.abs(np.array([(line["us"] / high, line["us"] / low) for line, (low, high) in zip(lines, ends)]).T * rates - rates)
 
 
 def fig6(folders: Folders) -> str | None:
@@ -201,7 +203,7 @@ def fig6(folders: Folders) -> str | None:
     for axis in axes.flat:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
     legend_below(figure, handles.values(), handles.keys(), ncols=5)
-    figure.suptitle("Fig. 6  Decode kernel under the shapes of serving, one rank, one query token")
+    figure.suptitle("Fig. 6  Decode kernel under the shapes of serving, one rank, one query token: medians and quartiles")
     folders.save(figure, "fig6_kernel_serving", f"{lines[0]['method']}; {origin(lines)}")
     return None
 
@@ -216,8 +218,16 @@ def _serving_panel(axis: Axes, lines: list[Line]) -> None:
     ):
         points = [line for line in lines if (line["format"], line["kernel"]) == (fmt, "ours")]
         at = [lengths.index(line["length"]) + offset for line in points]
-        bars = axis.bar(at, [x["tflops"] for x in points], 0.38, color=colour, hatch=hatch, edgecolor="white", label=name)
-        axis.bar_label(bars, fmt="%.0f", fontsize=7)
+        rates = np.array([x["tflops"] for x in points])
+        axis.bar(
+            at, rates, 0.38, yerr=_quartiles(points, rates), color=colour, hatch=hatch, edgecolor="white", label=name,
+            error_kw={"linewidth": 0.8, "capsize": 2},
+        )  # fmt: skip
+        slower = {line["length"]: line["tflops"] for line in lines if (line["format"], line["kernel"]) == ("bf16", "ours")}
+        for x, line in zip(at, points):
+            over = line["tflops"] / slower.get(line["length"], float("nan"))
+            told = f"{line['tflops']:.0f}" + (f"\n{over:.2f}x" if fmt == "fp8" and over == over else "")
+            axis.annotate(told, (x, line["tflops"]), (0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=7)
         axis.plot(at, [roofline(line)[1] for line in points], "_", color="black", markersize=18, label="roofline")
     for peer, (colour, marker) in PEERS.items():
         points = [line for line in lines if line["kernel"] == peer]
