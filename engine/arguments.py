@@ -19,8 +19,8 @@ from engine.config import (
     ServerConfig,
 )
 from engine.errors import ConfigError
+from engine.hub import DEMO_MODEL
 
-DEMO_MODEL = "demo"
 CHOICES = {
     "dtype": DTYPES,
     "cache_format": CACHE_FORMATS,

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import ConfigError, RequestRejected
 from engine.template_sandbox import TemplateSandbox
-from engine.tokenizer import Tokenizer, read_json
+from engine.tokenizer import NAMED_TOKENS, Tokenizer, named_tokens, tokenizer_config
 
 ROLES = ("system", "user", "assistant", "tool")
 ROLE_ALIASES = {"developer": "system"}
@@ -21,7 +21,6 @@ THINKING_SWITCHES = ("thinking", "enable_thinking")  # DeepSeek's and LongCat's 
 THINK_TAGS = ("<think>", "</think>", "<longcat_think>", "</longcat_think>")
 MAX_TEMPLATE_KWARGS = 16
 MAX_TEMPLATE_KWARGS_BYTES = 16384
-TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 # Templates read tool-call arguments either as the JSON text or as an object that they print themselves.
 _WANTS_OBJECT = re.compile(r"arguments['\"\])\s]*(\|\s*(tojson|items|dictsort)|\.items\()")
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # reserved by Unicode for a program's internal use
@@ -52,7 +51,7 @@ class ChatTemplate:
             "tools",
             "add_generation_prompt",
             "continue_final_message",
-            *TOKEN_NAMES,
+            *NAMED_TOKENS,
             *self._sandbox.globals,
         }
         self.parameters = frozenset(names - reserved)
@@ -60,8 +59,8 @@ class ChatTemplate:
     @classmethod
     def load(cls, folder: Path, override: str | Path | None = None) -> ChatTemplate:
         """Read `override`, else chat_template.jinja, else tokenizer_config.json. Raises ConfigError naming the file."""
-        config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-        tokens = {name: text for name in TOKEN_NAMES if isinstance(text := _spelling(config.get(name)), str)}
+        config = tokenizer_config(folder)
+        tokens = named_tokens(config)
         file = Path(override) if override else folder / "chat_template.jinja"
         if override or file.is_file():
             try:
@@ -269,7 +268,3 @@ def _unused_character(value: Any) -> str:
     raise RequestRejected(
         "messages: text holds all of U+FDD0..U+FDEF, which Unicode reserves for internal use", param="messages"
     )
-
-
-def _spelling(value: Any) -> Any:
-    return value.get("content") if isinstance(value, dict) else value

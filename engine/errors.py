@@ -2,10 +2,10 @@
 
     EngineError(Exception)
       ConfigError                 before anything starts; the message names the field, the limit and the fix
-      RequestRejected(code)       one request is refused; becomes RequestFailed, then HTTP 400, 404, 413, 429 or 503
+      RequestRejected(code)       one request is refused; becomes RequestFailed, then an HTTP status
       WorkerFailed                a rank died, froze or hit a device error; the engine ends
 
-Device errors are kernels.errors.KernelError; the worker's outermost loop turns them into WorkerFailed.
+Device errors are kernels.errors.KernelError. Whatever a worker's outermost loop catches ends the engine.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ class ConfigError(EngineError):
 class RequestRejected(EngineError):
     """One request cannot be served; others are untouched.
 
-    code: short machine-readable reason: "invalid_request" (400), "context_length_exceeded" (400),
-        "duplicate_request_id" (400), "never_fits" (400), "queue_full" (503), "shutting_down" (503).
-    param: the field that is wrong, if one is.
+    code: short machine-readable reason, as "queue_full"; HTTP_STATUS (engine/openai_responses.py) holds those that are no 400
+    param: the field that is wrong, if one is
     """
 
     def __init__(self, message: str, code: str = "invalid_request", param: str | None = None) -> None:

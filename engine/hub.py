@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,12 @@ class GenerationConfig:
     min_p: float | None = None
     repetition_penalty: float | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The recommendations, by SamplingParams' names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "eos_token_ids"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def resolve_model(model: str, *, weights: bool = True) -> Path:

@@ -17,11 +17,11 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 
-from engine.arguments import DEMO_MODEL, add_engine_arguments, add_server_arguments, engine_config, server_config
+from engine.arguments import add_engine_arguments, add_server_arguments, engine_config, server_config
 from engine.config import EngineConfig, FrontEndConfig, ParallelConfig, ServerConfig
 from engine.errors import EXIT_REFUSED, EngineError
 from engine.front_end import FrontEndProcess
-from engine.hub import resolve_model
+from engine.hub import DEMO_MODEL, resolve_model
 from engine.place import LIFELINE, RUN_FOLDER, Place
 
 API_KEY = "SNAPMLA_API_KEY"

@@ -194,9 +194,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, our defaults elsewhere."""
-        recommended = load_generation_config(self.info.folder)
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        return SamplingParams(**{name: value for name in names if (value := getattr(recommended, name)) is not None})
+        return SamplingParams(**load_generation_config(self.info.folder).sampling)
 
     def stats(self) -> ReplicaStats:
         """Totals since start and present load."""

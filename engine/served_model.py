@@ -324,7 +324,7 @@ class ServedModel:
             exclude_none=True,
         )  # fmt: skip
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        values: dict[str, Any] = {**_recommended(self.defaults), **given}
+        values: dict[str, Any] = {**self.defaults.sampling, **given}
         params = SamplingParams(
             **values,
             seed=None if request.seed is None else request.seed % 2**63,
@@ -404,11 +404,6 @@ def template_switches(kwargs: dict[str, Any] | None) -> dict[str, Any]:
             param="chat_template_kwargs",
         )
     return dict(kwargs or {})
-
-
-def _recommended(defaults: GenerationConfig) -> dict[str, Any]:
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: value for name in names if (value := getattr(defaults, name)) is not None}
 
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:

@@ -19,7 +19,7 @@ import tokenizers
 from engine.errors import ConfigError, RequestRejected
 from engine.tiktoken_model import byte_alphabet, tiktoken_vocabulary
 
-CONFIG_SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 CONTROL_BRACKETS = ("<", "[", "｜")  # an added token that opens with one of these is markup, not text
 
 
@@ -53,7 +53,7 @@ class Tokenizer:
         self, backend: dict[str, Any], added: dict[int, AddedToken], config: dict[str, Any], vocab_size: int = 0
     ) -> None:
         """backend: content of a tokenizer.json; added: its added tokens; config: content of tokenizer_config.json."""
-        named = {name: text for name in CONFIG_SPECIALS if (text := _content(config.get(name)))}
+        named = named_tokens(config)
         self._added = {
             token_id: AddedToken(token.content, True, token.lstrip, token.rstrip) if token.content in named.values() else token
             for token_id, token in added.items()
@@ -69,7 +69,6 @@ class Tokenizer:
         self._bytes = self._token_bytes(backend)
         self.vocab_size = vocab_size or len(self._bytes)
         self._ids = {token.content: token_id for token_id, token in self._added.items()}
-        self.named_tokens = named
         self.bos_token_id = self.token_id(named.get("bos_token", ""))
         self.eos_token_id = self.token_id(named.get("eos_token", ""))
         self._prefix, self._suffix = self._template_ids(backend, config)
@@ -77,7 +76,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Read a model folder's tokenizer. Raises ConfigError naming the file and the fix."""
-        config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+        config = tokenizer_config(folder)
         declared = _declared_added(config)
         if (folder / "tokenizer.json").is_file():
             backend = read_json(folder / "tokenizer.json")
@@ -225,9 +224,17 @@ def model_vocab_size(folder: Path) -> int:
     return size if isinstance(size, int) else 0
 
 
-def _content(value: Any) -> str | None:
-    """A token named in tokenizer_config.json: a string, or an object with `content`."""
-    return value.get("content") if isinstance(value, dict) else value if isinstance(value, str) else None
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Content of tokenizer_config.json, nothing without one."""
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Spelling of the NAMED_TOKENS in tokenizer_config.json, where each is a string or an object with `content`."""
+    values = {name: config.get(name) for name in NAMED_TOKENS}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if text and isinstance(text, str)}
 
 
 def _added_token(entry: dict[str, Any]) -> AddedToken:

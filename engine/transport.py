@@ -4,13 +4,14 @@ The front end binds one ROUTER and makes a CURVE key pair for this launch. The p
 in the clear (it travels through a pipe and the launch's own store), so it is the launch's secret: a peer that does not
 know it fails the handshake, and libzmq drops the connection before one of its bytes reaches us. Traffic is encrypted
 and the peers know whom they talk to. Frames above MAX_FRAME_BYTES end the connection that sent them. A frame that is
-no message is counted and dropped. Nothing is pickled.
+no message is dropped with a warning. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 import zmq
@@ -22,6 +23,7 @@ REPORT = "SNAPMLA_REPORT"  # names the descriptor on which the front end says wh
 MAX_FRAME_BYTES = 64 << 20  # a 128k prompt is half a MiB; prompt log probabilities of one are about 40 MiB
 HANDSHAKE_LIMIT_MS = 10_000
 log = logging.getLogger("engine.transport")
+Received = TypeVar("Received", ToReplica, FromReplica)
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_to_replica = msgspec.msgpack.Decoder(ToReplica).decode
@@ -49,6 +51,17 @@ def _frame(message: ToReplica | FromReplica) -> bytes:
     return frame
 
 
+def _decoded(frames: list[bytes], decode: Callable[[bytes], Received]) -> Received | None:
+    """The message that one frame holds, None for anything else."""
+    try:
+        if len(frames) != 1:
+            raise msgspec.DecodeError(f"{len(frames)} frames")
+        return decode(frames[0])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        log.warning("dropped a frame that is no message: %s", error)
+        return None
+
+
 def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)  # bounded by the number of open requests, not here: a dropped message would hang one
@@ -71,7 +84,6 @@ class FrontEndSocket:
         self._socket.setsockopt(zmq.IPV6, ":" in host)
         self._socket.bind(f"tcp://{f'[{host}]' if ':' in host else host}:0")
         self.address = Address(self._socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode(), public.decode())
-        self.dropped_frames = 0
 
     def fileno(self) -> int:
         """For an event loop: readable means `receive` may have something. Edge-triggered: drain it, also after sends."""
@@ -94,13 +106,8 @@ class FrontEndSocket:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                if len(frames) != 2:
-                    raise msgspec.DecodeError(f"{len(frames)} frames")
-                yield frames[0], _decode_from_replica(frames[1])
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self.dropped_frames += 1
-                log.warning("dropped a frame that is no message: %s", error)
+            if (message := _decoded(frames[1:], _decode_from_replica)) is not None:
+                yield frames[0], message
 
     def close(self) -> None:
         self._socket.close()
@@ -118,7 +125,6 @@ class WorkerSocket:
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, private)
         self._socket.setsockopt(zmq.IPV6, "[" in address.endpoint)
         self._socket.connect(address.endpoint)
-        self.dropped_frames = 0
 
     def send(self, message: FromReplica) -> None:
         self._socket.send(_frame(message))
@@ -133,13 +139,8 @@ class WorkerSocket:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return messages
-            try:
-                if len(frames) != 1:
-                    raise msgspec.DecodeError(f"{len(frames)} frames")
-                messages.append(_decode_to_replica(frames[0]))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                self.dropped_frames += 1
-                log.warning("dropped a frame that is no message: %s", error)
+            if (message := _decoded(frames, _decode_to_replica)) is not None:
+                messages.append(message)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close; linger_s seconds are allowed for what was sent to leave."""
