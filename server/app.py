@@ -26,7 +26,7 @@ from engine.openai_types import (
 )
 from server import VERSION
 from server.frontend import EngineClient, State
-from server.http import AccessLog, BodyTooLarge, Door
+from server.http import AccessLog, BodyTooLarge, Door, error_body
 from server.serving import JsonResponse, Serving, prepare, read_json, rejection
 
 PAGE = Path(__file__).parent / "page"
@@ -175,16 +175,10 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def unknown(_: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return JsonResponse(
-            {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}},
-            error.status_code,
-            dict(error.headers) if error.headers else None,
-        )
+        return _error(error.status_code, error.detail, headers=dict(error.headers or {}))
 
     async def too_large(_: Request, error: Exception) -> Response:
-        return JsonResponse(
-            {"error": {"message": str(error), "type": "invalid_request_error", "param": None, "code": "body_too_large"}}, 413
-        )
+        return _error(413, str(error), "body_too_large")
 
     async def left(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_LEFT)  # for the log; nobody reads it
@@ -193,6 +187,10 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, left)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(BodyTooLarge, too_large)
+
+
+def _error(status: int, message: str, code: str | None = None, headers: dict[str, str] | None = None) -> Response:
+    return Response(error_body(message, "invalid_request_error", code), status, headers, media_type=JsonResponse.media_type)
 
 
 def _takes(kind: type[BaseModel], streams: bool = False) -> dict[str, Any]:

@@ -34,9 +34,9 @@ MOST_PIPELINED = 8  # requests of a connection that are read while the first one
 _json = msgspec.json.Encoder().encode
 
 
-def error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
+def error_body(message: str, kind: str, code: str | None = None) -> bytes:
     """An error in OpenAI's shape."""
-    return _json({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    return _json({"error": {"message": message, "type": kind, "param": None, "code": code}})
 
 
 class BodyTooLarge(Exception):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
@@ -18,6 +19,7 @@ from prometheus_client.registry import Collector
 from engine.messages import Ready, ReplicaStats, TokenOutput
 
 PREFIX = "snapmla:"
+REPLICA = ("engine", "model_name")
 _FIRST_TOKEN = [
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -173,111 +175,83 @@ class Metrics(Collector):
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        model = self.model_name
+        model, stats = self.model_name, sorted(self.stats.items())
         for name, (text, _) in _HISTOGRAMS.items():
-            family = HistogramMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
-            for rank, histogram in sorted(self.histograms[name].items()):
-                family.add_metric([str(rank), model], histogram.buckets(), histogram.sum)
-            yield family
+            found = sorted(self.histograms[name].items())
+            yield _family(HistogramMetricFamily, name, text, REPLICA, [(rank, model, h.buckets(), h.sum) for rank, h in found])
         for name, text in _COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
-            for rank in sorted(self.replicas):
-                counter.add_metric([str(rank), model], self.counters[name][rank])
-            yield counter
-        for name, (field, text) in _STATS_COUNTERS.items():
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
-            for rank, stats in sorted(self.stats.items()):
-                counter.add_metric([str(rank), model], getattr(stats, field))
-            yield counter
-        for name, (field, text) in _STATS_GAUGES.items():
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["engine", "model_name"])
-            for rank, stats in sorted(self.stats.items()):
-                gauge.add_metric([str(rank), model], getattr(stats, field))
-            yield gauge
-        yield from self._fidelity()
-        yield from self._experts()
-        yield from self._derived()
-
-    def _fidelity(self) -> Iterator[Metric]:
-        steps = CounterMetricFamily(
-            PREFIX + "fidelity_steps",
-            "Steps in which attention was compared with exact attention",
-            labels=["engine", "model_name"],
-        )
-        texts = {"mean": "over the compared steps", "worst": "in the worst compared step"}
-        errors = {
-            name: GaugeMetricFamily(
-                f"{PREFIX}attention_error_{name}", f"Relative L2 error of a layer's attention {text}",
-                labels=["engine", "model_name", "layer"],
+            counts = self.counters[name]
+            yield _family(
+                CounterMetricFamily, name, text, REPLICA, [(rank, model, counts[rank]) for rank in sorted(self.replicas)]
             )
-            for name, text in texts.items()
-        }  # fmt: skip
-        for rank, stats in sorted(self.stats.items()):
-            steps.add_metric([str(rank), self.model_name], stats.fidelity_steps)
-            for name, values in (("mean", stats.fidelity_mean), ("worst", stats.fidelity_worst)):
-                for layer, value in enumerate(values):
-                    errors[name].add_metric([str(rank), self.model_name, str(layer)], value)
-        yield from (steps, *errors.values())
+        for kind, figures in ((CounterMetricFamily, _STATS_COUNTERS), (GaugeMetricFamily, _STATS_GAUGES)):
+            for name, (field, text) in figures.items():
+                yield _family(kind, name, text, REPLICA, [(rank, model, getattr(s, field)) for rank, s in stats])
+        yield from self._fidelity(stats)
+        yield from self._experts()
+        yield from self._cache_and_drafts(stats)
+        yield from self._front_end()
+
+    def _fidelity(self, stats: list[tuple[int, ReplicaStats]]) -> Iterator[Metric]:
+        text, model = "Steps in which attention was compared with exact attention", self.model_name
+        yield _family(
+            CounterMetricFamily, "fidelity_steps", text, REPLICA, [(rank, model, s.fidelity_steps) for rank, s in stats]
+        )
+        for name, text in (("mean", "over the compared steps"), ("worst", "in the worst compared step")):
+            errors = [(rank, layer, e) for rank, s in stats for layer, e in enumerate(getattr(s, f"fidelity_{name}"))]
+            yield _family(
+                GaugeMetricFamily, f"attention_error_{name}", f"Relative L2 error of a layer's attention {text}",
+                (*REPLICA, "layer"), [(rank, model, layer, error) for rank, layer, error in errors],
+            )  # fmt: skip
 
     def _experts(self) -> Iterator[Metric]:
         """A series an expert and one a layer: one for each expert of each layer would be fifteen thousand for DeepSeek-V3."""
-        tokens = CounterMetricFamily(
-            PREFIX + "expert_tokens", "Rows that an expert's number has computed in all layers", labels=["model_name", "expert"]
-        )
-        imbalance = GaugeMetricFamily(
-            PREFIX + "expert_imbalance",
-            "Rows of a layer's busiest expert over the mean of its experts, since start",
-            labels=["model_name", "layer"],
-        )
-        for expert, counts in enumerate(zip(*self.expert_load)):
-            tokens.add_metric([self.model_name, str(expert)], sum(counts))
-        for layer, row in enumerate(self.expert_load):
-            if total := sum(row):
-                imbalance.add_metric([self.model_name, str(layer)], max(row) * len(row) / total)
-        yield from (tokens, imbalance)
-
-    def _derived(self) -> Iterator[Metric]:
         model = self.model_name
-        usage = GaugeMetricFamily(
-            PREFIX + "kv_cache_usage_perc", "Part of the cache that live requests hold, 0 to 1", labels=["engine", "model_name"]
-        )
-        accepted = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens", "Draft tokens accepted", labels=["engine", "model_name"]
-        )
-        positions = CounterMetricFamily(
-            PREFIX + "spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted at each position",
-            labels=["engine", "model_name", "position"],
-        )
-        for rank, stats in sorted(self.stats.items()):
-            if stats.num_blocks:
-                usage.add_metric([str(rank), model], 1.0 - (stats.num_free_blocks + stats.num_cached_blocks) / stats.num_blocks)
-            accepted.add_metric([str(rank), model], sum(stats.spec_accepted_per_pos))
-            for position, count in enumerate(stats.spec_accepted_per_pos):
-                positions.add_metric([str(rank), model, str(position)], count)
-        yield from (usage, accepted, positions)
+        sums = [(model, expert, sum(counts)) for expert, counts in enumerate(zip(*self.expert_load))]
+        text = "Rows that an expert's number has computed in all layers"
+        yield _family(CounterMetricFamily, "expert_tokens", text, ("model_name", "expert"), sums)
+        used = [(layer, row) for layer, row in enumerate(self.expert_load) if sum(row)]
+        text = "Rows of a layer's busiest expert over the mean of its experts, since start"
+        ratios = [(model, layer, max(row) * len(row) / sum(row)) for layer, row in used]
+        yield _family(GaugeMetricFamily, "expert_imbalance", text, ("model_name", "layer"), ratios)
 
-        success = CounterMetricFamily(
-            PREFIX + "request_success", "Requests that ended, by reason", labels=["engine", "model_name", "finished_reason"]
-        )
-        for (rank, reason), count in sorted(self.finished.items()):
-            success.add_metric([str(rank), model, reason], count)
-        yield success
-        rejections = CounterMetricFamily(PREFIX + "admission_rejections", "Requests refused", labels=["model_name", "reason"])
-        for reason, count in sorted(self.rejected.items()):
-            rejections.add_metric([model, reason], count)
-        yield rejections
-        responses = CounterMetricFamily(PREFIX + "http_requests", "HTTP responses", labels=["handler", "status"])
-        for (handler, status), count in sorted(self.http.items()):
-            responses.add_metric([handler, status], count)
-        yield responses
+    def _cache_and_drafts(self, stats: list[tuple[int, ReplicaStats]]) -> Iterator[Metric]:
+        model = self.model_name
+        text = "Part of the cache that live requests hold, 0 to 1"
+        unused = [(rank, s.num_blocks, s.num_free_blocks + s.num_cached_blocks) for rank, s in stats if s.num_blocks]
+        usage = [(rank, model, 1.0 - free / blocks) for rank, blocks, free in unused]
+        yield _family(GaugeMetricFamily, "kv_cache_usage_perc", text, REPLICA, usage)
+        name, accepted = "spec_decode_num_accepted_tokens", [(rank, s.spec_accepted_per_pos) for rank, s in stats]
+        sums = [(rank, model, sum(counts)) for rank, counts in accepted]
+        yield _family(CounterMetricFamily, name, "Draft tokens accepted", REPLICA, sums)
+        placed = [(rank, model, place, count) for rank, counts in accepted for place, count in enumerate(counts)]
+        text = "Draft tokens accepted at each position"
+        yield _family(CounterMetricFamily, f"{name}_per_pos", text, (*REPLICA, "position"), placed)
+
+    def _front_end(self) -> Iterator[Metric]:
+        model = self.model_name
+        ended = [(rank, model, reason, count) for (rank, reason), count in sorted(self.finished.items())]
+        text = "Requests that ended, by reason"
+        yield _family(CounterMetricFamily, "request_success", text, (*REPLICA, "finished_reason"), ended)
+        refused = [(model, reason, count) for reason, count in sorted(self.rejected.items())]
+        yield _family(CounterMetricFamily, "admission_rejections", "Requests refused", ("model_name", "reason"), refused)
+        answers = [(handler, status, count) for (handler, status), count in sorted(self.http.items())]
+        yield _family(CounterMetricFamily, "http_requests", "HTTP responses", ("handler", "status"), answers)
         yield GaugeMetricFamily(PREFIX + "open_requests", "Choices the front end waits for", value=self.open_requests)
-        phases = GaugeMetricFamily(PREFIX + "startup_phase_seconds", "Slowest rank's time in a phase", labels=["phase"])
-        for phase, seconds in self.start_up.items():
-            phases.add_metric([phase], seconds)
-        yield phases
-        info = InfoMetricFamily(PREFIX + "cache_config", "Cache of a replica", labels=["engine", "model_name"])
-        for rank, ready in sorted(self.replicas.items()):
-            fields = {"num_blocks": ready.num_blocks, "block_size": 64, "cache_format": ready.cache_format}
-            info.add_metric([str(rank), model], {name: str(value) for name, value in fields.items()})
-        yield info
+        text = "Slowest rank's time in a phase"
+        yield _family(GaugeMetricFamily, "startup_phase_seconds", text, ("phase",), self.start_up.items())
+        caches = [
+            (rank, model, {"num_blocks": str(ready.num_blocks), "block_size": "64", "cache_format": ready.cache_format})
+            for rank, ready in sorted(self.replicas.items())
+        ]
+        yield _family(InfoMetricFamily, "cache_config", "Cache of a replica", REPLICA, caches)
+
+
+def _family(
+    kind: Callable[..., Any], name: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[Any, ...]]
+) -> Metric:
+    """samples: the labels' values, then what the kind counts."""
+    family = kind(PREFIX + name, text, labels=labels)
+    for sample in samples:
+        family.add_metric([*map(str, sample[: len(labels)])], *sample[len(labels) :])
+    return family
