@@ -15,38 +15,41 @@ DEVICE float warp_sum(float v) {
   for (int d = 16; d; d /= 2) v += __shfl_xor_sync(~0u, v, d);
   return v;
 }
-// 16 consecutive values, 16-byte aligned.
-DEVICE void load16(float (&x)[16], const bf16* p) {
+// A lane's 16 values of a row of 512: eight from its halves each, x[8 h + j] = row[256 h + 8 lane + j], so that a warp's loads
+// and stores are whole runs of memory. Rows are aligned to 16 bytes.
+DEVICE void widen8(float* x, uint4 v) {
+  const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    const uint4 v = ((const uint4*)p)[i];
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      x[8 * i + 2 * j] = __uint_as_float(w[j] << 16);
-      x[8 * i + 2 * j + 1] = __uint_as_float(w[j] & 0xffff0000u);
-    }
-  }
+  for (int i = 0; i < 4; i++) x[2 * i] = __uint_as_float(w[i] << 16), x[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
 }
-DEVICE void load16(float (&x)[16], const float* p) {
+DEVICE void load_row(float (&x)[16], const bf16* row, int lane) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) widen8(x + 8 * h, ((const uint4*)row)[32 * h + lane]);
+}
+DEVICE void load_row(float (&x)[16], const float* row, int lane) {
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const float4 v = ((const float4*)p)[i];
+    const float4 v = ((const float4*)row)[64 * (i / 2) + 2 * lane + i % 2];
     x[4 * i] = v.x, x[4 * i + 1] = v.y, x[4 * i + 2] = v.z, x[4 * i + 3] = v.w;
   }
 }
-DEVICE void store16(bf16* p, const float (&x)[16]) {
+DEVICE void store_row(bf16* row, const float (&x)[16], int lane) {
 #pragma unroll
-  for (int i = 0; i < 2; i++)
-    ((uint4*)p)[i] = make_uint4(pack_bf16(x[8 * i], x[8 * i + 1]), pack_bf16(x[8 * i + 2], x[8 * i + 3]),
-                                pack_bf16(x[8 * i + 4], x[8 * i + 5]), pack_bf16(x[8 * i + 6], x[8 * i + 7]));
+  for (int h = 0; h < 2; h++) {
+    const float* v = x + 8 * h;
+    ((uint4*)row)[32 * h + lane] = make_uint4(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+  }
 }
-DEVICE void store16(float* p, const float (&x)[16]) {
+DEVICE void store_row(float* row, const float (&x)[16], int lane) {
 #pragma unroll
-  for (int i = 0; i < 4; i++) ((float4*)p)[i] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+  for (int i = 0; i < 4; i++)
+    ((float4*)row)[64 * (i / 2) + 2 * lane + i % 2] = make_float4(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
 }
-// Quantizes the row a warp holds, 16 values a lane; returns its scale.
-DEVICE float quantize_row(uint4* codes, const float (&x)[16]) {
+// A lane's pair of a row.
+DEVICE void store_pair(bf16* row, float a, float b, int lane) { ((uint32_t*)row)[lane] = pack_bf16(a, b); }
+DEVICE void store_pair(float* row, float a, float b, int lane) { ((float2*)row)[lane] = make_float2(a, b); }
+// Quantizes the row a warp holds to 512 bytes; returns its scale.
+DEVICE float quantize_row(uint8_t* row, const float (&x)[16], int lane) {
   float amax = 0.f;
 #pragma unroll
   for (int i = 0; i < 16; i++) amax = fmaxf(amax, fabsf(x[i]));
@@ -55,16 +58,9 @@ DEVICE float quantize_row(uint4* codes, const float (&x)[16]) {
 #pragma unroll
   for (int i = 0; i < 4; i++)
     w[i] = pack_e4m3(x[4 * i] * inverse, x[4 * i + 1] * inverse, x[4 * i + 2] * inverse, x[4 * i + 3] * inverse);
-  *codes = make_uint4(w[0], w[1], w[2], w[3]);
-  return scale;
-}
-DEVICE void dequantize16(float (&x)[16], uint4 codes, float scale) {
-  const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const float4 v = unpack_e4m3(w[i]);
-    x[4 * i] = v.x * scale, x[4 * i + 1] = v.y * scale, x[4 * i + 2] = v.z * scale, x[4 * i + 3] = v.w * scale;
-  }
+  for (int h = 0; h < 2; h++) ((uint2*)row)[32 * h + lane] = make_uint2(w[2 * h], w[2 * h + 1]);
+  return scale;
 }
 // Pair i of an interleaved rotary embedding; table: cosines of a position, then its sines.
 template <class T> DEVICE float2 rotate(const T* x, const float* table, int half, int i) {
@@ -89,9 +85,9 @@ template <class T> DEVICE void quantize_q_fp8(const QuantizeQArgs& a) {
   if (row >= a.rows) return;
   const int token = row / a.heads, head = row % a.heads;
   float x[16];
-  load16(x, (const T*)a.content + token * a.content_token + head * a.content_head + lane * 16);
+  load_row(x, (const T*)a.content + token * a.content_token + head * a.content_head, lane);
   const float2 r = rotate((const T*)a.rope + token * a.rope_token + head * a.rope_head, a.cos_sin + a.positions[token] * ROPE, ROPE / 2, lane);
-  const float scale = quantize_row((uint4*)a.q + (size_t)row * 32 + lane, x);
+  const float scale = quantize_row((uint8_t*)a.q + (size_t)row * DIM, x, lane);
   ((uint32_t*)a.q_rope)[(size_t)row * 32 + lane] = pack_bf16(r.x / scale, r.y / scale);
   if (lane == 0) a.q_scale[row] = scale;
 }
@@ -146,18 +142,36 @@ DEVICE bool find_slot(const AppendArgs& a, int token, int64_t& block, int& offse
   return slot >= 0 && block < a.num_blocks;
 }
 // A token as it comes from memory; the next one is on its way while a warp works on this one.
-template <class T> struct Incoming {
-  uint4 latent[sizeof(T)];  // 16 values of this lane
-  T first, second;          // this lane's pair of the key
+template <class T> struct Incoming;
+template <> struct Incoming<bf16> {
+  uint4 latent[2];
+  uint32_t pair;  // this lane's of the key
   int64_t position, slot;
   DEVICE void fetch(const AppendArgs& a, int token, int lane) {
-    const T* from = (const T*)a.latent + token * a.latent_stride + lane * 16;
+    const uint4* from = (const uint4*)((const bf16*)a.latent + token * a.latent_stride);
 #pragma unroll
-    for (int i = 0; i < sizeof(T); i++) latent[i] = ((const uint4*)from)[i];
-    const T* pair = (const T*)a.k_rope + token * a.rope_stride + 2 * lane;
-    first = pair[0], second = pair[1];
+    for (int h = 0; h < 2; h++) latent[h] = from[32 * h + lane];
+    const bf16* key = (const bf16*)a.k_rope + token * a.rope_stride + 2 * lane;
+    pair = key[0].bits | (uint32_t)key[1].bits << 16;
     position = a.positions[token], slot = a.slots[token];
   }
+  DEVICE void row(float (&x)[16]) const { widen8(x, latent[0]), widen8(x + 8, latent[1]); }
+  DEVICE float2 key() const { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
+};
+template <> struct Incoming<float> {
+  float latent[16], first, second;
+  int64_t position, slot;
+  DEVICE void fetch(const AppendArgs& a, int token, int lane) {
+    load_row(latent, (const float*)a.latent + token * a.latent_stride, lane);
+    const float* key = (const float*)a.k_rope + token * a.rope_stride + 2 * lane;
+    first = key[0], second = key[1];
+    position = a.positions[token], slot = a.slots[token];
+  }
+  DEVICE void row(float (&x)[16]) const {
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] = latent[i];
+  }
+  DEVICE float2 key() const { return make_float2(first, second); }
 };
 // Warps walk over the tokens, a grid apart, with the norm's weight in registers.
 template <class T, bool COPY = false> DEVICE void append_fp8(const AppendArgs& a) {
@@ -168,38 +182,37 @@ template <class T, bool COPY = false> DEVICE void append_fp8(const AppendArgs& a
   now.fetch(a, token, lane);
   float w[16];
   if (a.weight_fp32)
-    load16(w, (const float*)a.weight + lane * 16);
+    load_row(w, (const float*)a.weight, lane);
   else
-    load16(w, (const bf16*)a.weight + lane * 16);
+    load_row(w, (const bf16*)a.weight, lane);
   for (; token < a.tokens; token += step, now = next) {
     if (token + step < a.tokens) next.fetch(a, token + step, lane);
     const float* table = a.cos_sin + now.position * ROPE + lane;
-    const float c = table[0], s = table[ROPE / 2], u = widen(now.first), v = widen(now.second);
+    const float c = table[0], s = table[ROPE / 2];
+    const float2 k = now.key(), r = make_float2(k.x * c - k.y * s, k.x * s + k.y * c);
     float x[16], squares = 0.f;
-    load16(x, (const T*)now.latent);
+    now.row(x);
 #pragma unroll
     for (int i = 0; i < 16; i++) squares = fmaf(x[i], x[i], squares);
     const float norm = 1.f / sqrtf(warp_sum(squares) / DIM + a.eps);
 #pragma unroll
     for (int i = 0; i < 16; i++) x[i] = x[i] * norm * w[i];
-    const float2 r = make_float2(u * c - v * s, u * s + v * c);
     const int kept = token - (a.tokens - a.keep);
     if (kept >= 0) {
-      store16((T*)a.keep_latent + (size_t)kept * DIM + lane * 16, x);
-      T* out = (T*)a.keep_rope + (size_t)kept * ROPE + 2 * lane;
-      out[0] = narrow<T>(r.x), out[1] = narrow<T>(r.y);
+      store_row((T*)a.keep_latent + (size_t)kept * DIM, x, lane);
+      store_pair((T*)a.keep_rope + (size_t)kept * ROPE, r.x, r.y, lane);
     }
     const int64_t block = now.slot / PAGE;
     if (now.slot < 0 || block >= a.num_blocks) continue;
     if constexpr (COPY) {
       const int64_t row = copy_row(a, token, now.position);
       if (row >= 0) {
-        store16(a.copy_content + row * DIM + lane * 16, x);
+        store_row(a.copy_content + row * DIM, x, lane);
         ((uint32_t*)a.copy_rope)[row * (ROPE / 2) + lane] = pack_bf16(r.x, r.y);
       }
     }
     const int offset = (int)(now.slot % PAGE);
-    const float scale = quantize_row((uint4*)((uint8_t*)a.content + block * a.content_block + offset * DIM) + lane, x);
+    const float scale = quantize_row((uint8_t*)a.content + block * a.content_block + offset * DIM, x, lane);
     ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
     if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
   }
@@ -261,20 +274,37 @@ DEVICE void locate(const FetchArgs& a, int i, int64_t& block, int& offset) {
   offset = position % PAGE;
   block = min((uint32_t)a.block_table[low * a.table_stride + min(position / PAGE, a.table_width - 1)], (uint32_t)(a.num_blocks - 1));
 }
+// A warp takes FETCH_ROWS tokens at once: their lookups and their loads are in flight together.
+constexpr int FETCH_ROWS = 4;
 template <class T> DEVICE void fetch_fp8(const FetchArgs& a) {
-  const int i = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;
-  if (i >= a.total) return;
+  const int first = (blockIdx.x * WARPS + (threadIdx.x >> 5)) * FETCH_ROWS, lane = threadIdx.x & 31;
+  if (first >= a.total) return;
   int64_t block;
   int offset;
-  locate(a, i, block, offset);
+  locate(a, min(first + lane % FETCH_ROWS, a.total - 1), block, offset);
   const float scale = a.scale[block * a.scale_block + offset];
-  const uint4 codes = ((const uint4*)((const uint8_t*)a.content + block * a.content_block + offset * DIM))[lane];
-  const uint32_t r = ((const uint32_t*)((const bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane];
-  float x[16];
-  dequantize16(x, codes, scale);
-  store16((T*)a.latent + (size_t)i * DIM + lane * 16, x);
-  T* key = (T*)a.key + (size_t)i * ROPE + 2 * lane;
-  key[0] = narrow<T>(__uint_as_float(r << 16) * scale), key[1] = narrow<T>(__uint_as_float(r & 0xffff0000u) * scale);
+  const int64_t content = block * a.content_block + offset * DIM, rope = block * a.rope_block + offset * ROPE;
+  uint2 codes[FETCH_ROWS][2];
+  uint32_t pairs[FETCH_ROWS];
+#pragma unroll
+  for (int i = 0; i < FETCH_ROWS; i++) {
+    const uint2* from = (const uint2*)((const uint8_t*)a.content + __shfl_sync(~0u, content, i));
+    codes[i][0] = from[lane], codes[i][1] = from[32 + lane];
+    pairs[i] = ((const uint32_t*)((const bf16*)a.rope + __shfl_sync(~0u, rope, i)))[lane];
+  }
+#pragma unroll
+  for (int i = 0; i < FETCH_ROWS; i++) {
+    const float s = __shfl_sync(~0u, scale, i);
+    if (first + i >= a.total) return;
+    float x[16];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float4 v = unpack_e4m3(j % 2 ? codes[i][j / 2].y : codes[i][j / 2].x);
+      x[4 * j] = v.x * s, x[4 * j + 1] = v.y * s, x[4 * j + 2] = v.z * s, x[4 * j + 3] = v.w * s;
+    }
+    store_row((T*)a.latent + (size_t)(first + i) * DIM, x, lane);
+    store_pair((T*)a.key + (size_t)(first + i) * ROPE, __uint_as_float(pairs[i] << 16) * s, __uint_as_float(pairs[i] & 0xffff0000u) * s, lane);
+  }
 }
 template <class T, class S> DEVICE void fetch_exact(const FetchArgs& a) {
   const int i = blockIdx.x * WARPS + (threadIdx.x >> 5), lane = threadIdx.x & 31;

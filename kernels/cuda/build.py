@@ -58,6 +58,7 @@ MODULES = {
     "route": Module("moe/route.cu"),
     "moe_sort": Module("moe/sort.cu"),
     "moe": Module("moe/experts.cu"),
+    "moe_grouped": Module("moe/grouped.cu"),
     "choose": Module("sampling/choose.cu"),
     "read_rate": Module("common/read_rate.cu"),
 }

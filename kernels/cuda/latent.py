@@ -12,7 +12,8 @@ from kernels.errors import KernelContractError
 from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, ExactCopy, LatentCache, LatentQuery
 
 WARPS = 4  # rows of a CTA, WARPS of csrc/latent.cu
-_APPEND_CTAS = 6  # of an SM: as many as its registers hold
+_FETCH_ROWS = 4  # of a warp, FETCH_ROWS there
+_APPEND_CTAS = 7  # of an SM: as many as its registers hold
 _FEW_ROWS = 1024  # a decode step's: these start beside a product, more stream through L1
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -48,6 +49,8 @@ def _launch(
     grid = -(-rows // WARPS)
     if op == "append_kv" and fmt is CacheFormat.FP8:  # its warps walk over the rows
         grid = min(grid, _APPEND_CTAS * binding.sm_count(device.index))
+    elif op == "fetch_dequant" and fmt is CacheFormat.FP8:
+        grid = -(-grid // _FETCH_ROWS)
     with torch.cuda.device(device):
         kernel = binding.kernel("latent", f"{op}_{_NAMES[dtype]}_{fmt.value}{form}", device.index, beside=rows <= _FEW_ROWS)
         kernel.launch(grid, 32 * WARPS, args, overlap=True)

@@ -17,10 +17,14 @@ import torch.nn.functional as F
 from kernels.cuda import binding, gemm
 from kernels.cuda.elementwise import silu_and_mul
 from kernels.errors import KernelContractError
-from kernels.layout import BlockScaledWeight, QuantizedActivation, Routing, Rows, Weight
+from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Routing, Rows, Weight
 
 MAX_EXPERTS = 512  # local experts; MAX_EXPERTS of csrc/gemm/schedule.cuh
 MAX_PAIRS = 32768  # token and expert pairs of one pass: bounds the workspace at about 1 GB for DeepSeek-V3
+_STREAMED_TOKENS = 2048  # more than that, as prompts bring, are worth the kernel that is bound by arithmetic
+_MOST_ROWS = 73728  # pairs of one of its passes: a workspace of 1.3 GB for DeepSeek-V3
+_PARTS = 128  # of the tokens, which a pass takes whole
+_BLOCK_ROWS, _TILE_ROWS = 64, 256  # BLOCK, TILE_ROWS of csrc/moe/grouped.cu
 _MAX_ROUTED = 1024  # experts a router may choose from
 _ROW_ALIGNMENT = 4  # an expert's first row: TMA takes scales from 16-byte boundaries only
 _SORT_THREADS, _ROUTE_WARPS, _THREADS = 1024, 4, 256
@@ -42,11 +46,32 @@ class _RouterArgs(ctypes.Structure):
     )  # fmt: skip
 
 
-class _SortArgs(ctypes.Structure):
+class _Pairs(ctypes.Structure):
+    """Pairs of csrc/moe/sort.cu."""
+
     _fields_ = (
         ("ids", c_void_p), ("groups", c_void_p), ("places", c_void_p), ("row_experts", c_void_p),
         ("pairs", c_int), ("first_expert", c_int), ("experts", c_int), ("token_tile", c_int), ("top_k", c_int), ("ids_stride", c_int),
-        ("load", c_void_p),
+        ("load", c_void_p), ("alignment", c_int), ("_pad", c_int),
+    )  # fmt: skip
+
+
+class _PartsArgs(ctypes.Structure):
+    _fields_ = (("all", _Pairs), ("counts", c_void_p), ("totals", c_void_p), ("part", c_int), ("_pad", c_int))
+
+
+class _GroupedArgs(ctypes.Structure):
+    _fields_ = (
+        ("w", binding.TensorMap), ("x", binding.TensorMap), ("x_scale", binding.TensorMap), ("out", binding.TensorMap),
+        ("w_scale", c_void_p), ("groups", c_void_p),
+        ("experts", c_int), ("row_pairs", c_int), ("k_blocks", c_int), ("scale_rows", c_int), ("_pad", c_int * 8),
+    )  # fmt: skip
+
+
+class _SumArgs(ctypes.Structure):
+    _fields_ = (
+        ("each", c_void_p), ("places", c_void_p), ("weights", c_void_p), ("out", c_void_p),
+        ("width", c_int), ("top_k", c_int), ("weights_stride", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -206,6 +231,10 @@ def grouped_mlp(
     if ids.stride(1) != 1 or weights.stride(1) != 1:
         raise KernelContractError(op, "the choices of a row must be dense")
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    both_fp8 = isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight)
+    if both_fp8 and tokens > _STREAMED_TOKENS and not torch.cuda.is_current_stream_capturing():
+        _many_rows(x, weights, ids, gate_up, down, first_expert, load, out)
+        return out
     step = max(1, MAX_PAIRS // top_k)
     for i in range(0, tokens, step):
         rows = slice(i, min(i + step, tokens))
@@ -245,7 +274,7 @@ def _one_pass(
     groups = torch.empty(2, experts + 1, dtype=torch.int32, device=device)
     places = torch.empty(pairs, dtype=torch.int32, device=device)
     row_experts = torch.empty(capacity, dtype=torch.int32, device=device)
-    sort = _SortArgs(
+    sort = _Pairs(
         ids.data_ptr(),
         groups.data_ptr(),
         places.data_ptr(),
@@ -257,27 +286,12 @@ def _one_pass(
         top_k,
         ids.stride(0),
         binding.pointer(load),
+        _ROW_ALIGNMENT,
     )
     _launch("moe_sort", "sort_pairs", device, 1, _SORT_THREADS, sort, overlap=True)
 
     rows, rows_scale, to, copy = _empty_rows(capacity, hidden, device, quantized=gate_up_scale is not None)
-    scatter: ctypes.Structure
-    if isinstance(x, torch.Tensor):
-        name, scatter = f"scatter_{_kind(gate_up_scale)}", _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
-    else:
-        codes, scales = x.quantized.data, x.quantized.scale
-        name = "scatter_codes"
-        scatter = _ScatterCodesArgs(
-            codes.data_ptr(),
-            scales.data_ptr(),
-            places.data_ptr(),
-            to,
-            codes.stride(0),
-            scales.stride(0),
-            scales.stride(1),
-            top_k,
-        )
-    _launch("moe", name, device, gemm.block_grid(tokens, hidden), _THREADS, scatter, overlap=True)
+    _scatter(x, places, top_k, to, copy)
     both = torch.empty(capacity, width, dtype=torch.bfloat16, device=device)
     product = gemm.stream(rows, rows_scale, gate_up_data, gate_up_scale, both, token_tile=token_tile, groups=groups)
 
@@ -299,6 +313,124 @@ def _one_pass(
         weights.stride(0),
     )
     _launch("moe", "combine_experts", device, gemm.column_grid(tokens, hidden), _THREADS, combine, overlap=True)
+
+
+def _scatter(x: Rows, places: torch.Tensor, top_k: int, to: gemm.QuantizedArgs, copy: int | None) -> None:
+    """Rows of `x` to the places of their pairs: quantized in `to`, or as they are at `copy`."""
+    scatter: ctypes.Structure
+    if isinstance(x, torch.Tensor):
+        name = f"scatter_{'fp8' if copy is None else 'bf16'}"
+        scatter = _ScatterArgs(x.data_ptr(), places.data_ptr(), to, copy, top_k)
+    else:
+        codes, scales = x.quantized.data, x.quantized.scale
+        name = "scatter_codes"
+        scatter = _ScatterCodesArgs(
+            codes.data_ptr(), scales.data_ptr(), places.data_ptr(), to,
+            codes.stride(0), scales.stride(0), scales.stride(1), top_k,
+        )  # fmt: skip
+    tokens = places.shape[0] // top_k
+    _launch("moe", name, places.device, gemm.block_grid(tokens, to.width), _THREADS, scatter, overlap=True)
+
+
+def _many_rows(
+    x: Rows,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    gate_up: BlockScaledWeight,
+    down: BlockScaledWeight,
+    first_expert: int,
+    load: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Of as many tokens as prompts bring: `out` in passes of at most _MOST_ROWS local pairs.
+
+    How many a part of the tokens has is read back, the one wait for the device of a layer, since room for all pairs of all
+    ranks' tokens would be world_size times what is needed.
+    """
+    device, (tokens, top_k), experts = ids.device, ids.shape, gate_up.data.shape[0]
+    part = -(-tokens // _PARTS)  # tokens
+    parts = -(-tokens // part)
+    places = torch.empty(tokens * top_k, dtype=torch.int32, device=device)
+    groups = torch.empty(2, experts + 1, dtype=torch.int32, device=device)
+    counts, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (parts * experts, parts))
+    pairs = _Pairs(
+        ids.data_ptr(), groups.data_ptr(), places.data_ptr(), None, tokens * top_k, first_expert, experts, _TILE_ROWS,
+        top_k, ids.stride(0), binding.pointer(load), _BLOCK_ROWS,
+    )  # fmt: skip
+    args = _PartsArgs(pairs, counts.data_ptr(), totals.data_ptr(), part * top_k)
+    _launch("moe_sort", "count_parts", device, parts, _SORT_THREADS, args, overlap=True)
+    for first, end, most in passes(totals.tolist(), _MOST_ROWS):
+        at, to = first * part, min(end * part, tokens)
+        mine = places[at * top_k : to * top_k]
+        args.all.ids, args.all.places, args.all.pairs = ids[at:].data_ptr(), mine.data_ptr(), mine.numel()
+        args.counts = counts[first * experts :].data_ptr()
+        _launch("moe_sort", "place_parts", device, end - first, _SORT_THREADS, args, overlap=True)
+        rows = x[at:to] if isinstance(x, torch.Tensor) else x.quantized_rows(slice(at, to))
+        capacity = most + (_BLOCK_ROWS - 1) * min(experts, most)
+        each = _experts_of_rows(rows, mine, top_k, capacity, gate_up, down, groups)
+        total = _SumArgs(
+            each.data_ptr(),
+            mine.data_ptr(),
+            weights[at:].data_ptr(),
+            out[at:].data_ptr(),
+            out.shape[1],
+            top_k,
+            weights.stride(0),
+        )
+        _launch("moe", "sum_experts", device, to - at, _THREADS, total, overlap=True)
+
+
+def passes(totals: list[int], most: int) -> list[tuple[int, int, int]]:
+    """(first part, end, local pairs) of each pass: as many parts as stay within `most` pairs; one part always does."""
+    found, first, pairs = [], 0, 0
+    for part, total in enumerate(totals):
+        if pairs and pairs + total > most:
+            found.append((first, part, pairs))
+            first, pairs = part, 0
+        pairs += total
+    return [*found, (first, len(totals), pairs)]
+
+
+def _experts_of_rows(
+    x: Rows,
+    places: torch.Tensor,
+    top_k: int,
+    capacity: int,
+    gate_up: BlockScaledWeight,
+    down: BlockScaledWeight,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """What its expert makes of every sorted row, [capacity, hidden]; rows that are nobody's hold anything."""
+    device, (_, width, hidden) = places.device, gate_up.data.shape
+    capacity = max(_TILE_ROWS, -(-capacity // _BLOCK_ROWS) * _BLOCK_ROWS)
+    # One room: the last product takes the place of the first one's input and output.
+    room = torch.empty(capacity * max(2 * width + hidden, 2 * hidden), dtype=torch.uint8, device=device)
+    both, codes = room[: capacity * (2 * width + hidden)].split([2 * capacity * width, capacity * hidden])
+    scale = torch.empty(-(-hidden // WEIGHT_BLOCK), capacity, device=device)
+    rows = QuantizedActivation(codes.view(FP8).view(capacity, hidden), scale.t())
+    _scatter(x, places, top_k, gemm.quantized_args(rows), None)
+    gated = gemm.silu_and_mul_quantized(_grouped_product(rows, gate_up, groups, both))
+    return _grouped_product(gated, down, groups, room[: 2 * capacity * hidden])
+
+
+def _grouped_product(
+    x: QuantizedActivation, weight: BlockScaledWeight, groups: torch.Tensor, room: torch.Tensor
+) -> torch.Tensor:
+    """x [rows, K] @ weight [E, N, K]^T by the experts of `groups`, BF16 [rows, N] in the bytes of `room`."""
+    rows, k = x.data.shape
+    experts, n, _ = weight.data.shape
+    out = room.view(torch.bfloat16).view(rows, n)
+    args = _GroupedArgs()
+    args.w = gemm._map(weight.data, (k, n, experts), (k, n * k), (WEIGHT_BLOCK, 128, 1))
+    args.x = gemm._map(x.data, (k, rows), (k,), (WEIGHT_BLOCK, _BLOCK_ROWS))
+    args.x_scale = gemm._scale_map(x.scale, (_TILE_ROWS, 1))
+    args.out = gemm._map(out, (n, rows), (n,), (64, _BLOCK_ROWS))
+    args.w_scale, args.groups, args.experts = weight.scale.data_ptr(), groups.data_ptr(), experts
+    args.row_pairs, args.k_blocks, args.scale_rows = -(-n // 256), -(-k // WEIGHT_BLOCK), weight.scale.shape[1]
+    with torch.cuda.device(x.data.device):
+        kernel = binding.kernel("moe_grouped", "grouped_fp8", x.data.device.index)
+        kernel.launch(binding.sm_count(x.data.device.index) // 2 * 2, 384, args, cluster=2, overlap=True)
+    return out
 
 
 def _expert_tile(tokens: int) -> int:

@@ -3,6 +3,8 @@ late failure is caught here."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,33 @@ def test_module_compiles_clean(name: str) -> None:
     built = compiler.build(name)
     assert built.cubin[:4] == b"\x7fELF"
     assert compiler.problems(name, built) == []
+
+
+def ptx(name: str) -> str:
+    """The module as PTX, in which tensor-core instructions still have their names."""
+    from cuda.bindings import nvrtc
+
+    module, headers = compiler.MODULES[name], compiler._headers()
+    source = (compiler.SOURCES / module.source).read_text()
+    texts, names = ([text.encode() for text in part] for part in (headers.values(), headers))
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), name.encode(), len(headers), texts, names)
+    options = ["--gpu-architecture=compute_90a", "--std=c++17", *(f"-D{key}={value}" for key, value in module.defines)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    assert int(status) == 0
+    text = bytearray(nvrtc.nvrtcGetPTXSize(program)[1])
+    nvrtc.nvrtcGetPTX(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text.decode(errors="replace")
+
+
+@pytest.mark.parametrize(("name", "rows"), [("decode_fp8", 64), ("decode_fp8_32", 32), ("decode_fp8_16", 16)])
+def test_values_are_multiplied_in_fp8(name: str, rows: int) -> None:
+    """Report N21: V is not K-major in the cache, and still PV runs on FP8 tensor cores, 16 products of 128 tokens by 256 dims
+    a warpgroup; V is never widened, and BF16 products are those of the 64 RoPE dims alone."""
+    code = ptx(name)
+    products = Counter(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k\d+\.f32\.(\w+)\.\w+", code))
+    assert products == {("128", "e4m3"): 16, (str(rows), "e4m3"): 16, ("128", "bf16"): 4}
+    assert "mma.sync" not in code and not re.search(r"cvt\S*f16x2\.e[45]m", code)
 
 
 def test_cache_is_used_and_repaired(tmp_path: Path) -> None:

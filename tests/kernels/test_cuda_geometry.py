@@ -1,9 +1,12 @@
-"""How query rows map to tiles and CTAs: a pure function of shapes, so it needs no device."""
+"""How query rows map to tiles and CTAs, and prompts to passes over the experts: functions of sizes, which need no device."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
+from kernels.cuda import moe
 from kernels.cuda.build import MODULES
 from kernels.cuda.mla_decode import FP8_BUILDS, MAX_GROUP, TILE_ROWS, Geometry
 
@@ -38,3 +41,13 @@ def test_builds_of_the_fp8_kernel_have_the_rows_they_are_chosen_for() -> None:
     assert list(FP8_BUILDS) == sorted(FP8_BUILDS) and max(FP8_BUILDS) == TILE_ROWS
     for rows, module in FP8_BUILDS.items():
         assert dict(MODULES[module].defines).get("TILE_N", TILE_ROWS) == rows
+
+
+def test_passes_over_the_experts_take_every_part_once_within_their_room() -> None:
+    """Report N12: all tokens of 128 parts to one rank, a fair share, none, and shares that differ."""
+    for totals in ([4096] * 128, [512] * 128, [0] * 128, [7], [3, 4096, 0, 4000, 100, 4096]):
+        found = moe.passes(totals, 8192)
+        assert [first for first, _, _ in found] == [0, *(end for _, end, _ in found[:-1])] and found[-1][1] == len(totals)
+        for first, end, pairs in found:
+            assert pairs == sum(totals[first:end]) <= 8192
+        assert all(sum(totals[a[0] : b[1]]) > 8192 for a, b in pairwise(found)), "two passes that fit into one"

@@ -8,7 +8,7 @@ import torch
 from kernels import ops
 from kernels.cuda import gemm, moe
 from kernels.errors import KernelContractError
-from kernels.layout import FP8, BlockScaledWeight, Routing, Weight
+from kernels.layout import FP8, Activation, BlockScaledWeight, Routing, Weight
 from kernels.reference import moe as reference
 from kernels.reference.elementwise import silu_and_mul
 from kernels.reference.linear import linear
@@ -139,6 +139,48 @@ def test_grouped_mlp_matches_the_reference(tokens: int, hidden: int, inner: int,
     none_local = ((ids < 16) | (ids >= 32)).all(dim=-1)
     assert (y[none_local] == 0).all()
     check(y[~none_local], expected[~none_local], exact=kinds == (False, False))
+
+
+@pytest.mark.parametrize(("tokens", "hidden", "inner"), [(2049, 512, 256), (5000, 1040, 192), (3000, 640, 1024)])
+@pytest.mark.parametrize("most", [1500, 73728])
+def test_tokens_of_prompts_match_the_reference(
+    tokens: int, hidden: int, inner: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reports N12, N22: the products bound by arithmetic, in one pass and in several; experts with many rows, with few and
+    with none; ids out of range and -1; rows from BF16 and as they travel."""
+    monkeypatch.setattr(moe, "_MOST_ROWS", most)
+    gate_up, down = experts(16, 2 * inner, hidden), experts(16, hidden, inner)
+    weights, ids = choices(tokens, 6, 48)
+    ids[torch.rand(tokens, 6, device="cuda") < 0.2] = -1
+    ids[ids == 20] = 21
+    ids[(ids == 30) & (torch.arange(tokens, device="cuda")[:, None] > 40)] = 3
+    packed = Routing.of(weights, ids)
+    weights, ids = packed.weights, packed.ids
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=16)
+    none_local = ((ids < 16) | (ids >= 32)).all(dim=-1)
+    load = torch.zeros(16, dtype=torch.int64, device="cuda")
+    for rows in (x, Activation(gemm.quantize_1x128(x), None, torch.bfloat16)):
+        poison_free_memory()
+        y = moe.grouped_mlp(rows, weights, ids, gate_up, down, first_expert=16, load=load)
+        assert (y[none_local] == 0).all()
+        check(y[~none_local], expected[~none_local], exact=False)
+    assert torch.equal(load, 2 * torch.bincount(ids[(ids >= 16) & (ids < 32)].long() - 16, minlength=16))
+
+
+def test_tokens_of_prompts_to_one_expert_and_to_none() -> None:
+    gate_up, down = experts(64, 512, 1024), experts(64, 1024, 256)
+    x = torch.randn(2300, 1024, device="cuda").bfloat16()
+    ids = torch.full((2300, 2), -1, dtype=torch.int32, device="cuda")
+    weights = torch.rand(2300, 2, device="cuda")
+    poison_free_memory()
+    assert (moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0) == 0).all()
+    ids[:, 1] = 41
+    expected = reference.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    poison_free_memory()
+    y = moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
+    check(y, expected, exact=False)
+    assert torch.equal(y, moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0))
 
 
 @pytest.mark.parametrize("tokens", [1, 70, 300])

@@ -164,3 +164,43 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) combine_experts(co
   }
   *(uint2*)(a.out + (int64_t)token * a.product.n + n) = pack_bf16x4(sum);
 }
+
+// ---- many rows an expert: products are whole in memory ------------------------------------------------------------------
+struct SumArgs {
+  const bf16* each;      // [sorted rows, width]
+  const int* places;     // [tokens, top_k]
+  const float* weights;  // [tokens, top_k], row stride below
+  bf16* out;             // [tokens, width]
+  int width, top_k, weights_stride, _pad;
+};
+constexpr int MOST_CHOICES = 32;
+
+// Weighted sum over a token's local pairs, in the order of its choices. Grid: tokens.
+extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) sum_experts(const SumArgs a) {
+  __shared__ const uint4* rows[MOST_CHOICES];
+  __shared__ float weights[MOST_CHOICES];
+  __shared__ int count;
+  wait_for_previous_kernel();
+  allow_next_kernel();
+  const int t = threadIdx.x;
+  const int place = t < a.top_k ? a.places[(int64_t)blockIdx.x * a.top_k + t] : -1;
+  const uint32_t local = __ballot_sync(~0u, place >= 0);  // of the first warp
+  if (place >= 0) {
+    const int at = __popc(local & ((1u << t) - 1));
+    rows[at] = (const uint4*)(a.each + (int64_t)place * a.width), weights[at] = a.weights[(int64_t)blockIdx.x * a.weights_stride + t];
+  }
+  if (t == 0) count = __popc(local);
+  __syncthreads();
+  uint4* out = (uint4*)(a.out + (int64_t)blockIdx.x * a.width);
+  for (int c = t; c < a.width / 8; c += COMBINE_THREADS) {
+    float sum[8];
+    zero8(sum);
+    for (int i = 0; i < count; i++) {
+      float v[8];
+      load8(v, (const bf16*)(rows[i] + c));
+#pragma unroll
+      for (int j = 0; j < 8; j++) sum[j] = fmaf(weights[i], v[j], sum[j]);
+    }
+    out[c] = round8(sum);
+  }
+}
