@@ -15,10 +15,9 @@ PACKAGES = ("kernels", "models", "engine", "server")
 WIRE = {
     "errors", "config", "sampling_params", "messages", "transport", "hub", "tokenizer", "output", "chat", "reasoning",
     "tool_calls", "openai_types", "grammar", "tiktoken_model", "template_sandbox", "chat_format", "served_model",
-    "openai_responses", "openai_logprobs", "structured_output",
+    "openai_responses", "openai_logprobs", "structured_output", "batch_file",
 }  # fmt: skip
 HOST = {"request", "block_manager", "scheduler", "draft_depth", "plan", "core"}
-ENTRY = {"launch", "llm", "offline", "capacity", "replica"}
 
 
 def imports_of(path: Path) -> set[str]:

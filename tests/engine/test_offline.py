@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
+from engine.batch_file import InputLine, OutputFile, read_defaults, read_lines
 from engine.errors import ConfigError
 from engine.hub import resolve_model
 from engine.messages import AddRequest, RequestFailed, TokenOutput
-from engine.offline import BatchRunner, InputLine, OutputFile, check_defaults, main, read_lines
+from engine.offline import BatchRunner, main
 from engine.served_model import ServedModel
 from tests.engine.fake_engine import FakeEngine
 
@@ -115,8 +116,8 @@ def test_defaults_fill_what_lines_leave_out(tmp_path: Path) -> None:
 
 
 def test_defaults_of_either_kind_of_line_are_taken() -> None:
-    check_defaults({"max_tokens": 3, "echo": True})
-    check_defaults({"chat_template_kwargs": {"thinking": True}})
+    read_defaults(json.dumps({"max_tokens": 3, "echo": True}))
+    read_defaults(json.dumps({"chat_template_kwargs": {"thinking": True}}))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_defaults_of_either_kind_of_line_are_taken() -> None:
 )
 def test_defaults_that_no_line_could_use_are_refused_once(defaults: dict, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--defaults: {words}"):
-        check_defaults(defaults)
+        read_defaults(json.dumps(defaults))
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
