@@ -42,12 +42,13 @@ PARTS = ("fig7", "fig6", "context", "probe")
 SEED = 0
 MODELS = {"DeepSeek-V3.1": (128, 61), "LongCat-Flash": (64, 56)}  # heads, attention layers
 SETTINGS = ((1, 8), (4, 2), (8, 1))  # DP, TP
+PROBE_STEPS = 100  # of a turn; at 1 % exactly one of them compares
 CACHE_BYTES = 35e9  # of a rank, beside weights and activations on eight H200
 METHOD = {
     "fig7": "graph replays over rotated block tables, 120 ms warm, median of 60 ms",
     "fig6": "as fig7; batch: the largest power of two whose BF16 cache fits 35 GB of a rank, the same for FP8",
     "context": "kernel output against FP32 attention on the unrounded values; one P.V product by torch._scaled_mm",
-    "probe": "wall time a decode step of the engine, graphs on, asynchronous; engines take turns, medians over rounds",
+    "probe": f"wall time a decode step of the engine, graphs on, asynchronous; engines take turns of {PROBE_STEPS} steps, medians over turns",
 }
 
 
@@ -176,30 +177,29 @@ def context(out: Path) -> None:
 
 @dataclass(frozen=True)
 class ProbeCase:
-    """model: "demo", or a published shape of which `layers` are kept and one rank of eight is simulated."""
+    """model: "demo", or a published shape of which `layers` are kept and one rank of eight is simulated; turns: (full, quick)"""
 
     model: str
     layers: int
     batch: int
-    steps: int  # of a round; one in a hundred compares
+    turns: tuple[int, int]
 
     def engine(self, folder: Path) -> tuple[str, dict[str, Any]]:
         """Model and options of its engines; a shape is cut in `folder`, so that three fit one device."""
-        lengths = {"max_num_seqs": self.batch, "max_model_len": 1024, "num_cache_blocks": 16 * self.batch + 8}
+        lengths = {"max_num_seqs": self.batch, "max_model_len": 4096, "num_cache_blocks": 64 * self.batch + 8}
         if self.model == "demo":
             return "demo", lengths
         cut = workloads.cut_layers(self.model, self.layers, folder)
         return str(cut), lengths | {"load_format": "dummy", "simulate_world": "dp=8,tp=1,ep=8"}
 
 
-PROBE_CASES = (ProbeCase("deepseek_v3.1", 8, 32, 200), ProbeCase("demo", 0, 32, 400))
-PROBE_ROUNDS = (9, 5)  # full, quick
+PROBE_CASES = (ProbeCase("deepseek_v3.1", 8, 32, (24, 10)), ProbeCase("demo", 0, 32, (32, 16)))
 PROBE_FRACTIONS = {"off": 0.0, "writing": 1e-9, "on": 0.01}  # without a probe, with one that never compares, at 1 %
 
 
-def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
-    """Milliseconds a decode step of `batch` new sequences, after all have their first token."""
-    params = SamplingParams(temperature=0.0, max_tokens=steps + 256, ignore_eos=True)
+def start(core: EngineCore, batch: int) -> None:
+    """Begin sequences that outlast the measurement, and step until all decode."""
+    params = SamplingParams(temperature=0.0, max_tokens=3800, ignore_eos=True)
     for index in range(batch):
         core.add(AddRequest(f"probe-{index}", [3 + index] * 256, params, time.time()))
     waiting = {f"probe-{index}" for index in range(batch)}
@@ -207,18 +207,19 @@ def decode_ms(core: EngineCore, batch: int, steps: int) -> float:
         waiting -= {output.request_id for output in core.step()}
     for _ in range(8):
         core.step()
-    start = time.perf_counter()
-    for _ in range(steps):  # each waits for the result of the one before
-        core.step()
-    seconds = time.perf_counter() - start
-    core.abort_all()
-    while core.has_work:
-        core.step()
-    return 1e3 * seconds / steps
 
 
-def probe(log: Log | Records, case: ProbeCase, rounds: int, device: str = "cuda") -> None:
-    """Three engines side by side take turns, so that all see the same clocks; overheads are medians of each round's ratios."""
+def decode_ms(core: EngineCore, steps: int) -> float:
+    """Milliseconds a decode step; each waits for the result of the one before."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def probe(log: Log | Records, case: ProbeCase, turns: int, device: str = "cuda", steps: int = PROBE_STEPS) -> None:
+    """Three engines side by side take turns of few steps, so that all see the same clocks and the same moods of the host;
+    overheads are medians of the turns' ratios."""
     cores: dict[str, EngineCore] = {}
     with tempfile.TemporaryDirectory() as folder:
         model, options = case.engine(Path(folder))
@@ -226,31 +227,32 @@ def probe(log: Log | Records, case: ProbeCase, rounds: int, device: str = "cuda"
             chosen = options | {"device": device, "prefix_cache": False, "fidelity_fraction": fraction}
             cores[name] = build_core(engine_config(model, chosen))[0]
     for core in cores.values():
-        decode_ms(core, case.batch, 16)
+        start(core, case.batch)
     times: dict[str, list[float]] = {name: [] for name in cores}
     names = list(cores)
-    for turn in range(rounds):
+    for turn in range(turns):
         for name in names[turn % 3 :] + names[: turn % 3]:
-            times[name].append(decode_ms(cores[name], case.batch, case.steps))
+            times[name].append(decode_ms(cores[name], steps))
     over = {name: [on / off - 1 for on, off in zip(times[name], times["off"])] for name in ("writing", "on")}
     compared = cores["on"].stats()
     assert compared.fidelity_steps > 0, "no step was compared"
     log.write(
-        figure="probe", seed=SEED, method=METHOD["probe"], model=case.model, layers=case.layers, batch=case.batch, steps=case.steps, ms=times,
-        overhead=statistics.median(over["on"]), overhead_rounds=over["on"], overhead_writing=statistics.median(over["writing"]),
-        overhead_writing_rounds=over["writing"], fidelity_steps=compared.fidelity_steps, fidelity_mean=compared.fidelity_mean,
+        figure="probe", seed=SEED, method=METHOD["probe"], model=case.model, layers=case.layers, batch=case.batch, steps=steps, ms=times,
+        overhead=statistics.median(over["on"]), overhead_turns=over["on"], overhead_writing=statistics.median(over["writing"]),
+        overhead_writing_turns=over["writing"], fidelity_steps=compared.fidelity_steps, fidelity_mean=compared.fidelity_mean,
     )  # fmt: skip
     shown = "  ".join(f"{name} {statistics.median(values):.3f} ms" for name, values in times.items())
+    low, _, high = statistics.quantiles(over["on"], n=4) if turns > 1 else over["on"] * 3
     print(
-        f"probe, {case.model}: {shown}; at 1 % {100 * statistics.median(over['on']):+.2f} %, never comparing "
-        f"{100 * statistics.median(over['writing']):+.2f} %",
+        f"probe, {case.model}: {shown}; at 1 % {100 * statistics.median(over['on']):+.2f} % (quartiles {100 * low:+.2f}, {100 * high:+.2f}), "
+        f"never comparing {100 * statistics.median(over['writing']):+.2f} %",
         flush=True,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fig7 at fewer lengths, fewer rounds of the probe")
+    parser.add_argument("--quick", action="store_true", help="fig7 at fewer lengths, fewer turns of the probe")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS / "kernel_figures.jsonl")
     args = parser.parse_args()
@@ -264,7 +266,7 @@ def main() -> None:
     measured = {line["model"] for line in read(args.out) if line.get("figure") == "probe"}
     for case in PROBE_CASES if "probe" in args.only else ():
         if case.model not in measured:
-            probe(Log(args.out), case, PROBE_ROUNDS[args.quick])
+            probe(Log(args.out), case, case.turns[args.quick])
             torch.cuda.empty_cache()
 
 

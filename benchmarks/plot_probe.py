@@ -18,25 +18,23 @@ LIMIT = 2.0  # per cent
 
 
 def probe(folders: Folders) -> str | None:
-    """Overhead by model, with the range over rounds; beside it the error it finds in each layer."""
-    lines = newest(folders.lines("kernel_figures", "probe"), "model")
+    """Overhead by model, with quartiles over turns; beside it the error it finds in each layer."""
+    lines = newest((line for line in folders.lines("kernel_figures", "probe") if "overhead_turns" in line), "model")
     if not lines:
         return "kernel_figures.jsonl has no lines of `probe` (needs a Hopper GPU)"
     figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 4.4), layout="constrained")
     for index, (field, label, colour, hatch) in enumerate(COSTS):
         at = np.arange(len(lines)) + 0.36 * (index - 0.5)
-        rounds = [100 * np.array(line[f"{field}_rounds"]) for line in lines]
-        middle = np.array([100 * line[field] for line in lines])
-        ends = [[m - r.min() for m, r in zip(middle, rounds)], [r.max() - m for m, r in zip(middle, rounds)]]
+        low, middle, high = np.array([np.quantile(line[f"{field}_turns"], (0.25, 0.5, 0.75)) for line in lines]).T * 100
         left.bar(
-            at, middle, 0.34, yerr=ends, capsize=3, color=colour, hatch=hatch, edgecolor="white", label=label, error_kw={"linewidth": 1}
+            at, middle, 0.34, yerr=(middle - low, high - middle), capsize=3, color=colour, hatch=hatch, edgecolor="white", label=label, error_kw={"linewidth": 1}
         )  # fmt: skip
-        for x, m, r in zip(at, middle, rounds):
-            left.annotate(f"{m:+.2f} %", (x, max(r.max(), 0)), (0, 4), textcoords="offset points", ha="center", fontsize=8)
+        for x, m, top in zip(at, middle, high):
+            left.annotate(f"{m:+.2f} %", (x, max(top, 0)), (0, 4), textcoords="offset points", ha="center", fontsize=8)
     left.axhline(LIMIT, color="#D55E00", linestyle="--", linewidth=1.2, label=f"limit of {LIMIT:.0f} %")
     left.axhline(0, color="black", linewidth=0.8)
     left.set_xticks(range(len(lines)), [_name(line) for line in lines], fontsize=9)
-    left.set(ylabel="longer decode step (%)", title="Cost: median, lowest and highest of the rounds")
+    left.set(ylabel="longer decode step (%)", title="Cost: median and quartiles of turns")
     left.margins(y=0.2)
     left.legend(fontsize=8, loc="upper left")
     for line, colour, marker in zip(lines, ("#0072B2", "#E69F00", "#009E73"), "sD^"):

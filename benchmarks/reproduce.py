@@ -59,28 +59,27 @@ class Part:
 
 
 CUDA, CPU = ("--device", "cuda"), ("--device", "cpu")
-DECODE = ("--shapes", "deepseek_v3.1", "longcat_flash", "--worlds", *WORLDS, "--batches")
-QUICK_DECODE = ("--contexts", "32768", "131072")
+DECODE = ("--shapes", "deepseek_v3.1", "longcat_flash", "--worlds", *WORLDS, "--batches")  # matched and largest batches only
 PARTS = (
-    Part("context", "kernel_figures", "context", (25, 25), True),
-    Part("fig3", "numerics", "values", (10, 10), True, CUDA, quick=()),
-    Part("fig5", "numerics", "layers", (15, 15), True, CUDA, quick=()),
-    Part("context", "numerics", "context", (30, 30), True, CUDA, quick=()),
-    Part("sources", "numerics", "sources", (15, 15), True, CUDA, quick=()),
+    Part("fig3", "numerics", "values", (5, 5), True, CUDA, quick=()),
+    Part("fig5", "numerics", "layers", (10, 10), True, CUDA, quick=()),
+    Part("context", "numerics", "context", (40, 40), True, CUDA, quick=()),
+    Part("sources", "numerics", "sources", (10, 10), True, CUDA, quick=()),
+    Part("context", "kernel_figures", "context", (15, 15), True),
+    Part("table1", "quality", "perplexity", (30, 30), True, (*CUDA, "--rows", "60"), quick=()),
     Part("fig3", "numerics", "values", (15, 60), False, CPU),
     Part("fig5", "numerics", "layers", (40, 600), False, CPU),
     Part("context", "numerics", "context", (120, 3000), False, CPU),
     Part("sources", "numerics", "sources", (60, 900), False, CPU),
-    Part("table1", "quality", "perplexity", (25, 25), True, (*CUDA, "--rows", "60"), quick=()),
     Part("table1", "quality", "perplexity", (40, 300), None, CPU),
     Part("table1", "quality", "recall", (40, 1800), None, CPU),
     Part("table2", "quality", "generation", (50, 150), None, CPU),
-    Part("fig7", "kernel_figures", "fig7", (45, 80), True, timing=True),
+    Part("fig7", "kernel_figures", "fig7", (40, 75), True, timing=True),
     Part("fig6", "kernel_figures", "fig6", (15, 15), True, timing=True),
-    Part("probe", "kernel_figures", "probe", (30, 45), True, timing=True),
-    Part("fig1", "decode", "", (130, 240), True, DECODE, QUICK_DECODE, timing=True),
-    Part("decode_step", "decode", "", (0, 0), True, DECODE, QUICK_DECODE, timing=True),
-    Part("decode_ratio", "decode", "", (0, 0), True, DECODE, QUICK_DECODE, timing=True),
+    Part("probe", "kernel_figures", "probe", (40, 65), True, timing=True),
+    Part("fig1", "decode", "", (185, 185), True, DECODE, quick=(), timing=True),
+    Part("decode_step", "decode", "", (0, 0), True, DECODE, quick=(), timing=True),
+    Part("decode_ratio", "decode", "", (0, 0), True, DECODE, quick=(), timing=True),
 )
 
 

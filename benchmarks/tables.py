@@ -111,21 +111,21 @@ def context(results: Path) -> list[str] | None:
 
 
 def probe(results: Path) -> list[str] | None:
-    lines = [line for line in read(results / "kernel_figures.jsonl") if line.get("figure") == "probe" and "ms" in line]
+    lines = [
+        line for line in read(results / "kernel_figures.jsonl") if line.get("figure") == "probe" and "overhead_turns" in line
+    ]
     lines = newest(lines, "model")
     if not lines:
         return None
     rows = []
     for line in lines:
-        spans = [
-            f"{100 * line[name]:+.1f} % ({100 * min(line[f'{name}_rounds']):+.1f} to {100 * max(line[f'{name}_rounds']):+.1f})"
-            for name in ("overhead_writing", "overhead")
-        ]
+        spans = []
+        for name in ("overhead_writing", "overhead"):
+            low, middle, high = 100 * np.quantile(line[f"{name}_turns"], (0.25, 0.5, 0.75))
+            spans.append(f"{middle:+.2f} % ({low:+.2f} to {high:+.2f})")
         name = "demo model" if line["model"] == "demo" else f"{line['model']}, {line['layers']} layers, one SIMULATED rank of 8"
         rows.append((f"{name}, batch {line['batch']}", f"{median(line['ms']['off']):.2f} ms", *spans))
-    text = (
-        f"Medians, lowest and highest of {len(lines[-1]['ms']['off'])} rounds or more; {source(lines[-1], 'kernel_figures')}."
-    )
+    text = f"Medians and quartiles over turns of {lines[-1]['steps']} steps; {source(lines[-1], 'kernel_figures')}."
     head = ("step", "without the probe", "following, never comparing", "comparing 1 % of the steps")
     return [text, "", *markdown(head, rows)]
 

@@ -43,12 +43,13 @@ def test_engines_of_the_probe_take_turns(tmp_path: Path, monkeypatch: pytest.Mon
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     path = tmp_path / "lines.jsonl"
-    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, 12), 1, "cpu")
+    kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, (1, 1)), 2, "cpu", 12)
     torch.set_num_threads(before)
     (line,) = read(path)
     assert line["fidelity_steps"] >= 1 and max(line["fidelity_mean"]) < 0.1
-    assert set(line["ms"]) == {"off", "writing", "on"} and all(len(times) == 1 for times in line["ms"].values())
-    assert line["overhead"] == pytest.approx(line["ms"]["on"][0] / line["ms"]["off"][0] - 1)
+    assert set(line["ms"]) == {"off", "writing", "on"} and all(len(times) == 2 for times in line["ms"].values())
+    ratios = [on / off - 1 for on, off in zip(line["ms"]["on"], line["ms"]["off"])]
+    assert line["overhead_turns"] == ratios and line["overhead"] == pytest.approx(sum(ratios) / 2)
 
 
 def test_shapes_are_cut_to_fit_three_engines(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
     ]  # fmt: skip
     probe = STATE | {
         "figure": "probe", "model": "demo", "layers": 0, "batch": 4, "ms": {"off": [2.0, 2.2], "writing": [2.0, 2.2], "on": [2.0, 2.3]},
-        "overhead": 0.01, "overhead_rounds": [0.0, 0.02], "overhead_writing": 0.0, "overhead_writing_rounds": [0.0, 0.0],
+        "steps": 100, "overhead": 0.01, "overhead_turns": [0.0, 0.02], "overhead_writing": 0.0, "overhead_writing_turns": [0.0, 0.0],
     }  # fmt: skip
     pair = STATE | {
         "part": "shapes", "world": 2, "shape": "s", "dp": 2, "tp": 1, "format": "fp8", "context": 16384, "batch": 4, "step_us": 20e3,
@@ -122,7 +122,7 @@ def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
     text = "\n".join(tables.quality(tmp_path) or [])
     assert "| **FP8, RoPE in BF16 (SnapMLA)** | 20.106 | +0.100 % (+0.100 to +0.100) | 98.0 % |  |  |" in text
     assert "| **FP8, RoPE in BF16 (SnapMLA)** | 2.1000 | +0.1000 (+0.1000 to +0.1000) | 1, 2 as FP32 | 1 of 1 |" in text
-    assert "| demo model, batch 4 | 2.10 ms | +0.0 % (+0.0 to +0.0) | +1.0 % (+0.0 to +2.0) |" in (tables.probe(tmp_path) or [])
+    assert "| demo model, batch 4 | 2.10 ms | +0.00 % (+0.00 to +0.00) | +1.00 % (+0.50 to +1.50) |" in (tables.probe(tmp_path) or [])
     assert "| s, DP2/TP1 | FP8 | 4 x 16k | 20.0 ms | 12 % | 18.0 ms | -10 % |" in (tables.simulation(tmp_path) or [])
     assert tables.kernel(tmp_path) is tables.context(tmp_path) is tables.hopper(tmp_path) is None
 
