@@ -231,8 +231,8 @@ def grouped_mlp(
     if ids.stride(1) != 1 or weights.stride(1) != 1:
         raise KernelContractError(op, "the choices of a row must be dense")
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
-    both_fp8 = isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight)
-    if both_fp8 and tokens > _STREAMED_TOKENS and not torch.cuda.is_current_stream_capturing():
+    many = tokens > _STREAMED_TOKENS and not torch.cuda.is_current_stream_capturing()
+    if many and isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight):
         _many_rows(x, weights, ids, gate_up, down, first_expert, load, out)
         return out
     step = max(1, MAX_PAIRS // top_k)
