@@ -27,8 +27,9 @@ from engine.served_model import ServedModel
 from engine.transport import REPORT, FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient, State
-from server.http import AccessLog, http_server_config
+from server.http import AccessLog
 from server.metrics import Metrics
+from server.protocol import http_server_config
 from server.serving import Serving
 from server.startup import StartupTable
 

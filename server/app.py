@@ -26,7 +26,8 @@ from engine.openai_types import (
 )
 from server import VERSION
 from server.frontend import EngineClient, State
-from server.http import AccessLog, BodyTooLarge, Door, error_body
+from server.http import AccessLog, BodyTooLarge, Door
+from server.protocol import error_body
 from server.serving import JsonResponse, Serving, prepare, read_json, rejection
 
 PAGE = Path(__file__).parent / "page"

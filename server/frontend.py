@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from engine.config import ServerConfig
-from engine.errors import EngineError, RequestRejected, WorkerFailed
+from engine.errors import RequestRejected, WorkerFailed
 from engine.messages import (
     AbortRequest,
     AddRequest,
@@ -33,11 +33,11 @@ from engine.messages import (
     ResetPrefixCache,
     Shutdown,
     StepOutput,
-    TokenOutput,
     ToReplica,
     Wake,
 )
 from engine.transport import FrontEndSocket
+from server.generation import Generation
 from server.metrics import Metrics
 from server.routing import Router
 
@@ -61,61 +61,6 @@ class _Rank:
     heard: float
     phase: str = ""
     ready: bool = False
-
-
-class Generation:
-    """The tokens of one request (one choice) as they arrive. Single consumer."""
-
-    __slots__ = (
-        "_items", "_waiter", "arrival", "arrived_at", "cost", "dp_rank", "failure", "first_choice", "first_token", "group", "last_token",
-        "request_id", "shown", "stopped_at", "terminal",
-    )  # fmt: skip
-
-    def __init__(self, request_id: str, group: str, dp_rank: int, cost: int, arrival: float, first_choice: bool) -> None:
-        self.request_id = request_id
-        self.group = group  # the id the client knows; its choices share it
-        self.first_choice = first_choice  # of its prompt: the one that counts the prompt's tokens
-        self.dp_rank = dp_rank
-        self.cost = cost
-        self.arrival = arrival
-        self.arrived_at = 0.0  # time.time() at which the oldest undelivered output came
-        self.first_token: float | None = None
-        self.last_token: float | None = None
-        self.shown = False  # its first token is on the way to the client
-        self.stopped_at: int | None = None  # tokens up to a stop string that the front end found
-        self.terminal = False
-        self.failure: EngineError | None = None
-        self._items: list[TokenOutput] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    async def outputs(self) -> list[TokenOutput]:
-        """All outputs that have arrived, waiting for at least one. The last one ever has a finish_reason.
-
-        Raises RequestRejected if the replica refused the request, WorkerFailed if the engine died or broke on it.
-        """
-        if not self._items and self.failure is None:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        if self._items:
-            items, self._items = self._items, []
-            return items
-        assert self.failure is not None
-        raise self.failure
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def push(self, output: TokenOutput, now: float) -> None:
-        if not self._items:
-            self.arrived_at = now
-        self._items.append(output)
-        self._wake()
-
-    def fail(self, failure: EngineError) -> None:
-        self.failure = failure
-        self.terminal = True
-        self._wake()
 
 
 @dataclass
@@ -223,7 +168,7 @@ class EngineClient:
     def _dispatch(self, adds: list[AddRequest], generations: list[Generation]) -> None:
         for add, generation in zip(adds, generations, strict=True):
             if not self._send(self._leaders[generation.dp_rank], add):
-                self._fail(f"the connection to replica {generation.dp_rank} is gone")
+                self.fail(f"the connection to replica {generation.dp_rank} is gone")
                 return
         busy = {generation.dp_rank for generation in generations}
         for dp_rank, peer in self._leaders.items():
@@ -327,7 +272,7 @@ class EngineClient:
                 limit = self.config.heartbeat_s if self.state is not State.STARTING else START_HEARTBEAT_S
                 if self.state is not State.FAILED and now - rank.heard > limit:
                     self.silent_rank = number
-                    self._fail(f"rank {number} has been silent for {now - rank.heard:.1f} s: dead or frozen")
+                    self.fail(f"rank {number} has been silent for {now - rank.heard:.1f} s: dead or frozen")
 
     # ---- messages
 
@@ -358,7 +303,7 @@ class EngineClient:
                 self.metrics.expert_load = message.counts
             case Pong() if rank is not None:
                 if message.busy and message.last_step_age > self.config.stall_s:
-                    self._fail(f"rank {number} has finished no step for {message.last_step_age:.0f} s")
+                    self.fail(f"rank {number} has finished no step for {message.last_step_age:.0f} s")
             case RequestFailed() if channel == STEPS:
                 self._request_failed(message)
             case Phase() if rank is not None:
@@ -372,7 +317,7 @@ class EngineClient:
                 self.metrics.replicas[message.dp_rank] = message
                 self._maybe_ready()
             case EngineFailed():
-                self._fail(f"rank {number}: {message.message}")
+                self.fail(f"rank {number}: {message.message}")
             case _:
                 log.warning("dropped a %s on the %s channel of rank %d", type(message).__name__, channel, number)
 
@@ -442,7 +387,8 @@ class EngineClient:
         if not self._open:
             self._idle.set()
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
+        """The engine is gone or cannot go on: everybody who waits gets an error."""
         if self.state is State.FAILED:
             return
         log.error("the engine failed: %s", why)
@@ -455,7 +401,3 @@ class EngineClient:
             self._forget(generation)
             self.metrics.finished[generation.dp_rank, "error"] += 1
             generation.fail(WorkerFailed(why))
-
-    def fail(self, why: str) -> None:
-        """The engine is known to be gone (its process ended)."""
-        self._fail(why)

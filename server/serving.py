@@ -19,7 +19,8 @@ from engine.messages import TokenOutput
 from engine.openai_responses import Choice, chunk_body, error_body, response_body, usage
 from engine.openai_types import parse_request
 from engine.served_model import ServedModel, Work
-from server.frontend import EngineClient, Generation
+from server.frontend import EngineClient
+from server.generation import Generation
 
 Result = TypeVar("Result")
 RETRY_AFTER_S = 1

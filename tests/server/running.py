@@ -21,8 +21,9 @@ from engine.served_model import ServedModel
 from engine.transport import FrontEndSocket
 from server.app import create_app
 from server.frontend import EngineClient
-from server.http import AccessLog, http_server_config
+from server.http import AccessLog
 from server.metrics import Metrics
+from server.protocol import http_server_config
 from server.serving import Serving
 from tests.server.fake_replica import FakeReplica
 
