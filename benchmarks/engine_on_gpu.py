@@ -1,12 +1,13 @@
 """The whole engine on CUDA devices, with the demo model: equal tokens, and speed. One JSON line per finding.
 
-    python -m benchmarks.engine_on_gpu                      # all parts that the machine has devices for
+    python -m benchmarks.engine_on_gpu                      # all parts
     python -m benchmarks.engine_on_gpu --parts kernels speed
 
 kernels   Hopper kernels against the reference backend, same FP8 cache: 20 prompts of 256 greedy tokens
 graphs    graph replay against eager at batch sizes around the captured ones; asynchronous against synchronous
 speed     decode steps/s at batch 1, tokens/s at larger batches
-parallel  two devices through the launcher: 2x1 and 1x2 against one process, 50 prompts, 16 at a time
+
+Several devices: `python -m benchmarks.eight_gpus --parts answers`.
 
 "Same tokens" is tests/comparator.py's: a difference is excused only where the reference's two best tokens lie closer
 than twice the noise, and the noise is measured between two configurations that differ by rounding alone.
@@ -17,7 +18,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -31,9 +31,7 @@ from engine.llm import LLM, RequestOutput
 from engine.sampling_params import SamplingParams
 from kernels import ops
 from tests.comparator import Differences, Generation, assert_same_generations
-from tests.distributed.launched import PYTHON, Launched
 
-PARTS = ("kernels", "graphs", "speed", "parallel")
 NUM_TOKENS = 256
 CACHE_BYTES = 2 << 30  # of each rank
 HELDOUT = Path(__file__).parent / "demo_model" / "heldout.jsonl"
@@ -143,21 +141,6 @@ def speed(results: Log) -> None:
         results.write(part="speed", batch=batch, steps_per_s=round(1 / step, 1), tokens_per_s=round(batch / step, 1))
 
 
-def parallel(results: Log) -> None:
-    texts = prompts(50)
-    want, noise = noise_of_batching(eager_llm(), texts, 64)
-    for dp, tp in ((2, 1), (1, 2)):
-        options = ("--dp", str(dp), "--tp", str(tp), "--cache-memory-bytes", str(CACHE_BYTES))
-        with tempfile.TemporaryDirectory() as folder, Launched(PYTHON, *options, log=Path(folder) / "log") as launched:
-            launched.wait_ready()
-            ask(launched.port, texts[0], 64)
-            started = time.perf_counter()
-            answers = ask_all(launched.port, texts, 64)
-            seconds = time.perf_counter() - started
-        found = compare(answers, want, noise, f"{dp}x{tp}")
-        results.write(part="parallel", dp=dp, tp=tp, tokens_per_s=round(64 * len(texts) / seconds, 1), **found)
-
-
 def ask(port: int, text: str, num_tokens: int) -> Generation:
     """A greedy completion by HTTP."""
     body = {
@@ -178,6 +161,9 @@ def ask_all(port: int, texts: Sequence[str], num_tokens: int) -> list[Generation
         return list(pool.map(lambda text: ask(port, text, num_tokens), texts))
 
 
+PARTS = {"kernels": kernels, "graphs": graphs, "speed": speed}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -186,11 +172,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("engine_on_gpu needs a CUDA device")
     results = Log(options.output)
-    chosen = list(options.parts)
-    if "parallel" in chosen and torch.cuda.device_count() < 2:
-        print("parallel: left out, one device")
-        chosen.remove("parallel")
-    raise SystemExit(not run_parts({name: functools.partial(globals()[name], results) for name in chosen}))
+    raise SystemExit(not run_parts({name: functools.partial(PARTS[name], results) for name in options.parts}))
 
 
 if __name__ == "__main__":
