@@ -14,7 +14,8 @@ from kernels.cuda import binding, gemm, latent
 from kernels.errors import KernelContractError
 from kernels.layout import FP8_LATENT_DIM, FP8_ROPE_DIM, Activation, CacheFormat, LatentQuery, Rows
 
-_HEAD, _TILE, _CHUNK, _THREADS = 128, 64, 64, 256  # HEAD, TILE, THREADS of csrc/absorbed/absorbed.cuh; dims of a 128-byte row
+_HEAD, _CHUNK, _THREADS = 128, 64, 256  # HEAD, THREADS of csrc/absorbed/absorbed.cuh; dims of a 128-byte row
+_TILES = (16, 32, 64)  # tokens of a tile, a kernel each
 
 _QueryArgs = binding.struct("_QueryArgs", [
     ("w", binding.TensorMap), ("q", binding.TensorMap), ("rope", c_void_p), ("positions", c_void_p), ("cos_sin", c_void_p),
@@ -23,7 +24,7 @@ _QueryArgs = binding.struct("_QueryArgs", [
 ])  # fmt: skip
 _ValuesArgs = binding.struct("_ValuesArgs", [
     ("w", binding.TensorMap), ("x", binding.TensorMap), ("to", gemm.QuantizedArgs), ("out", c_void_p),
-    ("tokens", c_int), ("heads", c_int), ("splits", c_int), ("rows", c_int), ("_alignment", c_int64 * 2),
+    ("tokens", c_int), ("heads", c_int), ("splits", c_int), ("_pad", c_int), ("_alignment", c_int64 * 2),
 ])  # fmt: skip
 
 
@@ -49,17 +50,17 @@ def absorb_query(
     )
     if tokens == 0:
         return query
-    splits = _splits(tokens, heads, device)
+    tile = _tile(tokens)
     args = _QueryArgs()
     args.w = _map(w_uk, (dim, nope, heads), (w_uk.stride(1), w_uk.stride(0)), (_CHUNK, nope, 1))
-    args.q = _map(q, (q.shape[2], heads, tokens), (q.stride(1), q.stride(0)), (_CHUNK, 1, _TILE))
+    args.q = _map(q, (q.shape[2], heads, tokens), (q.stride(1), q.stride(0)), (_CHUNK, 1, tile))
     args.rope, args.positions, args.cos_sin = q_rope.data_ptr(), positions.data_ptr(), cos_sin.data_ptr()
     args.content, args.rope_out, args.scale = query.content.data_ptr(), query.rope.data_ptr(), binding.pointer(query.scale)
     args.rope_token, args.rope_head = q.stride(0), q.stride(1)
-    args.tokens, args.heads, args.splits = tokens, heads, splits
+    args.tokens, args.heads, args.splits = tokens, heads, _splits(tokens, tile, heads, device)
     with torch.cuda.device(device):
-        kernel = binding.kernel("absorb_query_fp8" if fp8 else "absorb_query_bf16", op, device.index)
-        kernel.launch(heads * splits, _THREADS, args, overlap=True)
+        kernel = _kernel("absorb_query_fp8" if fp8 else "absorb_query_bf16", op, tile, device.index)
+        kernel.launch(heads * args.splits, _THREADS, args, overlap=True)
     return query
 
 
@@ -75,15 +76,15 @@ def project_values(out: torch.Tensor, w_uv: torch.Tensor, *, quantize: bool) -> 
     plain = None if quantize else torch.empty(tokens, heads * values, dtype=torch.bfloat16, device=device)
     if tokens:
         args = _ValuesArgs()
-        box = next(r for r in (16, 32, _TILE) if r >= min(tokens, _TILE))
+        tile = _tile(tokens)
         args.w = _map(w_uv, (dim, values, heads), (w_uv.stride(2), w_uv.stride(0)), (_CHUNK, values, 1))
-        args.x = _map(out, (dim, heads, tokens), (out.stride(1), out.stride(0)), (_CHUNK, 1, box))
+        args.x = _map(out, (dim, heads, tokens), (out.stride(1), out.stride(0)), (_CHUNK, 1, tile))
         if quantized is not None:
             args.to = gemm.quantized_args(quantized)
         args.out = binding.pointer(plain)
-        args.tokens, args.heads, args.splits, args.rows = tokens, heads, _splits(tokens, heads, device), box
+        args.tokens, args.heads, args.splits = tokens, heads, _splits(tokens, tile, heads, device)
         with torch.cuda.device(device):
-            kernel = binding.kernel(op, op, device.index)
+            kernel = _kernel(op, op, tile, device.index)
             kernel.launch(heads * args.splits, _THREADS, args, overlap=True)
     if quantized is not None:
         return Activation(quantized, None, torch.bfloat16)
@@ -91,9 +92,18 @@ def project_values(out: torch.Tensor, w_uv: torch.Tensor, *, quantize: bool) -> 
     return plain
 
 
-def _splits(tokens: int, heads: int, device: torch.device) -> int:
+def _tile(tokens: int) -> int:
+    return next((t for t in _TILES if t >= tokens), _TILES[-1])
+
+
+def _kernel(module: str, op: str, tile: int, device_index: int) -> binding.Kernel:
+    """All tiles are loaded at the first call, so that a later batch size may come up inside a graph capture."""
+    return {t: binding.kernel(module, f"{op}_{t}", device_index) for t in _TILES}[tile]
+
+
+def _splits(tokens: int, tile: int, heads: int, device: torch.device) -> int:
     """CTAs that share the token tiles of one head."""
-    return max(1, min(-(-tokens // _TILE), binding.sm_count(device.index) // heads))
+    return max(1, min(-(-tokens // tile), binding.sm_count(device.index) // heads))
 
 
 def _is_aligned_bf16(*tensors: torch.Tensor) -> bool:

@@ -100,13 +100,6 @@ template <int NT, bool FP8> DEVICE void fetch(const StreamArgs& a, Cursor cursor
   }
 }
 
-// The transpose of an 8 x 8 tile of 16-bit values held two a lane.
-DEVICE uint32_t transpose_8x8(uint32_t v) {
-  uint32_t r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
-  return r;
-}
-
 // Of a whole tile: the 16 rows of this warp by `valid` tokens, to out[first + token][row].
 template <int NT> DEVICE void store_tile(const StreamArgs& a, const float (&sum)[NT / 2], int row, int first, int valid) {
   const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;

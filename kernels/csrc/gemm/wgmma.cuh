@@ -1,5 +1,6 @@
 // wgmma with both operands in shared memory, m64, for every token or row tile the products use.
-// fp8: k-steps of 32 values, bf16: of 16; both are 32 bytes of a row. fp8_zero starts a fresh accumulator.
+// fp8: k-steps of 32 values, bf16: of 16; both are 32 bytes of a row. fp8_zero starts a fresh accumulator; in bf16_ta, A is
+// MN-major: rows of shared memory are its K index.
 #pragma once
 #include "common/ptx.cuh"
 
@@ -62,6 +63,11 @@ template <int N> struct Wgmma;
                    "k16.f32.bf16.bf16 {" NAMES_##R "}, %" #A ", %" #B ", p, 1, 1, 0, 0;\n}\n"                        \
                    : OPERANDS_##R("+f", d) : "l"(a), "l"(b));                                                        \
     }                                                                                                                \
+    static DEVICE void bf16_ta(float (&d)[4 * R], uint64_t a, uint64_t b) {                                             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                    \
+                   "k16.f32.bf16.bf16 {" NAMES_##R "}, %" #A ", %" #B ", p, 1, 1, 1, 0;\n}\n"                        \
+                   : OPERANDS_##R("+f", d) : "l"(a), "l"(b));                                                        \
+    }                                                                                                                \
   };
 
 DEFINE_WGMMA(8, 1, 4, 5)
@@ -82,3 +88,10 @@ DEFINE_WGMMA(120, 15, 60, 61)
 DEFINE_WGMMA(128, 16, 64, 65)
 DEFINE_WGMMA(136, 17, 68, 69)
 DEFINE_WGMMA(144, 18, 72, 73)
+
+// The transpose of an 8 x 8 tile of 16-bit values held two a lane.
+DEVICE uint32_t transpose_8x8(uint32_t v) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(v));
+  return r;
+}
