@@ -12,10 +12,11 @@ is spent, so any budget ends with an annealed model. Writes a checkpoint in the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -161,111 +162,143 @@ def compile_parts(model: DemoModel) -> None:
     model.mtp.join = torch.compile(model.mtp.join, dynamic=False)
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--output", type=Path, required=True)
-    arguments.add_argument("--tokens", type=Path, default=CACHE / "tokens")
-    arguments.add_argument("--start-from", type=Path, help="folder of a checkpoint whose weights to go on from")
-    arguments.add_argument(
-        "--budget-s", type=float, default=200, help="seconds of training, counted from the end of compilation"
-    )
-    arguments.add_argument("--batch-tokens", type=int, default=65536)
-    arguments.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of short, long and longest rows")
-    arguments.add_argument("--learning-rate", type=float, default=2e-3)
-    arguments.add_argument("--weight-decay", type=float, default=0.1)
-    arguments.add_argument("--dropout", type=float, default=0.05)
-    arguments.add_argument("--workers", type=int, default=4, help="data processes of each row length")
-    arguments.add_argument(
-        "--heldout-tokens", type=int, default=1 << 20, help="most tokens evaluated of each held-out document"
-    )
-    arguments.add_argument("--recall-prompts", type=int, default=32, help="prompts at each recall distance")
-    arguments.add_argument("--sample-tokens", type=int, default=90, help="length of the samples printed at the end")
-    arguments.add_argument("--evaluate-every-s", type=float, default=45)
-    arguments.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
-    arguments.add_argument("--seed", type=int, default=0)
-    args = arguments.parse_args()
-    started = time.perf_counter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(args.seed)
-    args.output.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        if (DEMO / name).resolve() != (args.output / name).resolve():
-            shutil.copy(DEMO / name, args.output / name)
-    log = (args.output / "log.jsonl").open("w", encoding="utf-8")
+class Log:
+    """log.jsonl of a run; every line is also printed, with the seconds since the start."""
 
-    def emit(record: dict) -> None:
-        line = json.dumps({"seconds": round(time.perf_counter() - started, 1), **record})
+    def __init__(self, path: Path) -> None:
+        self._file, self._started = path.open("w", encoding="utf-8"), time.perf_counter()
+
+    def __call__(self, record: dict) -> None:
+        line = json.dumps({"seconds": round(time.perf_counter() - self._started, 1), **record})
         print(line, flush=True)
-        log.write(line + "\n")
-        log.flush()
+        self._file.write(line + "\n")
+        self._file.flush()
 
-    tokenizer_file = args.output / "tokenizer.json"
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    documents = {title: ids[: args.heldout_tokens] for title, ids in load_heldout(tokenizer).items()}
-    filler, task = np.concatenate(list(documents.values())), recall_task(tokenizer)
-    batches = {}
-    for length in args.lengths:
-        rows = Rows(args.tokens, tokenizer_file, length, args.batch_tokens, args.seed)
-        loader = DataLoader(rows, batch_size=None, num_workers=args.workers, prefetch_factor=4, pin_memory=device == "cuda")
-        batches[length] = iter(loader)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # BF16 is slow on most CPUs
-    model = load_checkpoint(args.start_from, dtype) if args.start_from else DemoModel(Shape(), dtype=dtype)
-    model = model.to(device).train()
-    backend = fastest_attention() if device == "cuda" else None
-    layers = [*model.layers, model.mtp.layer]
-    for layer in layers:
-        layer.backend, layer.dropout = backend, args.dropout
-    if args.compile:
-        compile_parts(model)
-    loss_of = torch.compile(head_loss, dynamic=False) if args.compile else head_loss
-    optimizers = optimizers_for(model, args.learning_rate, args.weight_decay, fused=device == "cuda")
-    emit({"measure": "setup", "arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__,
-          "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-          "parameters": sum(p.numel() for p in model.parameters())})  # fmt: skip
 
-    step, seen, evaluated, trained_from = 0, 0, time.perf_counter(), time.perf_counter()
-    marks: list[torch.Tensor] = []
-    while (spent := (time.perf_counter() - trained_from) / args.budget_s) < 1.0:
-        tokens, weights = next(batches[next_length(step, spent, args.lengths)])
-        tokens, weights = tokens.to(device, non_blocking=True), weights.to(device, non_blocking=True)
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = learning_rate(args.learning_rate, spent)
+class Training:
+    """A model on its way; `spent` is the share of the wall-clock budget that is gone."""
+
+    def __init__(self, args: argparse.Namespace, model: DemoModel, device: str) -> None:
+        self._peak, self._lengths, self._device = args.learning_rate, args.lengths, device
+        self.model = model.to(device).train()
+        self._layers = [*model.layers, model.mtp.layer]
+        self._backend = fastest_attention() if device == "cuda" else None
+        for layer in self._layers:
+            layer.backend, layer.dropout = self._backend, args.dropout
+        if args.compile:
+            compile_parts(model)
+        self._loss_of = torch.compile(head_loss, dynamic=False) if args.compile else head_loss
+        self._optimizers = optimizers_for(model, self._peak, args.weight_decay, fused=device == "cuda")
+        tokenizer = args.output / "tokenizer.json"
+        self._batches = {}
+        for length in args.lengths:
+            rows = Rows(args.tokens, tokenizer, length, args.batch_tokens, args.seed)
+            loader = DataLoader(rows, batch_size=None, num_workers=args.workers, prefetch_factor=4, pin_memory=device == "cuda")
+            self._batches[length] = iter(loader)
+
+    def step(self, number: int, spent: float) -> tuple[torch.Tensor, int]:
+        """Losses of the model and of its draft layer, FP32 [2], and the tokens of the batch."""
+        model = self.model
+        tokens, weights = next(self._batches[next_length(number, spent, self._lengths)])
+        tokens, weights = tokens.to(self._device, non_blocking=True), weights.to(self._device, non_blocking=True)
+        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+            group["lr"] = learning_rate(self._peak, spent)
         hidden, drafted, loads = model.hidden_states(tokens[:, :-1])
-        main_loss = loss_of(hidden, model.lm_head, tokens[:, 1:-1].flatten(), weights[:, 1:-1].flatten())
-        mtp_loss = loss_of(drafted, model.lm_head, tokens[:, 2:].flatten(), weights[:, 2:].flatten())
+        main_loss = self._loss_of(hidden, model.lm_head, tokens[:, 1:-1].flatten(), weights[:, 1:-1].flatten())
+        mtp_loss = self._loss_of(drafted, model.lm_head, tokens[:, 2:].flatten(), weights[:, 2:].flatten())
         (main_loss + MTP_WEIGHT * mtp_loss).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
+        for optimizer in self._optimizers:
             optimizer.step()
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             for moe, load in zip(model.moes(), loads, strict=True):
                 moe.e_score_correction_bias += BALANCE_RATE * min(1.0, 2 - 2 * spent) * (load.float().mean() - load).sign()
-        if step == 0 and device == "cuda":  # compilation is over
-            torch.cuda.synchronize()
-        trained_from = time.perf_counter() if step == 0 else trained_from
-        step, seen = step + 1, seen + tokens.shape[0] * (tokens.shape[1] - 2)
-        marks = [*marks[-49:], torch.stack((main_loss.detach(), mtp_loss.detach()))]
+        return torch.stack((main_loss.detach(), mtp_loss.detach())), tokens.shape[0] * (tokens.shape[1] - 2)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        self.model.eval()
+        for layer in self._layers:
+            layer.backend = None  # cuDNN would plan every new row length afresh
+        with torch.compiler.set_stance("force_eager"):
+            yield
+        self.model.train()
+        for layer in self._layers:
+            layer.backend = self._backend
+
+
+def train(training: Training, args: argparse.Namespace, evaluate: Callable[[int], None], emit: Log) -> tuple[int, int]:
+    """Until the budget is spent. evaluate: called with the step at intervals. Returns steps and tokens."""
+    step, seen, evaluated, trained_from = 0, 0, time.perf_counter(), time.perf_counter()
+    marks: list[torch.Tensor] = []
+    while (spent := (time.perf_counter() - trained_from) / args.budget_s) < 1.0:
+        losses, count = training.step(step, spent)
+        if step == 0:  # compilation is over
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            trained_from = time.perf_counter()
+        step, seen, marks = step + 1, seen + count, [*marks[-49:], losses]
         if step in (1, 2, 10) or step % 200 == 0:
             loss, draft = torch.stack(marks).mean(0).tolist()
             emit(
                 {"measure": "training", "step": step, "tokens": seen, "loss": loss, "mtp_loss": draft, "spent": round(spent, 4)}
             )
         if time.perf_counter() - evaluated > args.evaluate_every_s:
-            save_checkpoint(model, args.output)
-            model.eval()
-            for layer in layers:
-                layer.backend = None  # cuDNN would plan every new row length afresh
-            with torch.compiler.set_stance("force_eager"):
-                emit({"measure": "heldout", "step": step, **heldout_metrics(model, documents, 1024)})
-                for distance in (d for d in (256, 1024, 8192) if d <= max(args.lengths)):
-                    whole, digits = recall_accuracy(model, task, filler, distance, args.recall_prompts)
-                    emit({"measure": "recall", "distance": distance, "codes": whole, "digits": digits})
-            model.train()
-            for layer in layers:
-                layer.backend = backend
+            evaluate(step)
             evaluated = time.perf_counter()
+    return step, seen
 
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--tokens", type=Path, default=CACHE / "tokens")
+    parser.add_argument("--start-from", type=Path, help="folder of a checkpoint whose weights to go on from")
+    parser.add_argument("--budget-s", type=float, default=200, help="seconds of training, counted from the end of compilation")
+    parser.add_argument("--batch-tokens", type=int, default=65536)
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens of short, long and longest rows")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.05)
+    parser.add_argument("--workers", type=int, default=4, help="data processes of each row length")
+    parser.add_argument("--heldout-tokens", type=int, default=1 << 20, help="most tokens evaluated of each held-out document")
+    parser.add_argument("--recall-prompts", type=int, default=32, help="prompts at each recall distance")
+    parser.add_argument("--sample-tokens", type=int, default=90, help="length of the samples printed at the end")
+    parser.add_argument("--evaluate-every-s", type=float, default=45)
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    args.output.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (DEMO / name).resolve() != (args.output / name).resolve():
+            shutil.copy(DEMO / name, args.output / name)
+    emit = Log(args.output / "log.jsonl")
+    tokenizer = Tokenizer.from_file(str(args.output / "tokenizer.json"))
+    documents = {title: ids[: args.heldout_tokens] for title, ids in load_heldout(tokenizer).items()}
+    filler, task = np.concatenate(list(documents.values())), recall_task(tokenizer)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32  # BF16 is slow on most CPUs
+    model = load_checkpoint(args.start_from, dtype) if args.start_from else DemoModel(Shape(), dtype=dtype)
+    training = Training(args, model, device)
+    emit({"measure": "setup", "arguments": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__,
+          "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+          "parameters": sum(p.numel() for p in model.parameters())})  # fmt: skip
+
+    def evaluate(step: int) -> None:
+        save_checkpoint(model, args.output)
+        with training.evaluating():
+            emit({"measure": "heldout", "step": step, **heldout_metrics(model, documents, 1024)})
+            for distance in (d for d in (256, 1024, 8192) if d <= max(args.lengths)):
+                whole, digits = recall_accuracy(model, task, filler, distance, args.recall_prompts)
+                emit({"measure": "recall", "distance": distance, "codes": whole, "digits": digits})
+
+    step, seen = train(training, args, evaluate, emit)
     save_checkpoint(model, args.output)
     emit({"measure": "finished", "step": step, "tokens": seen, "checkpoint_bytes": sum(
         f.stat().st_size for f in args.output.glob("*.safetensors"))})  # fmt: skip
