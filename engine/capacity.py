@@ -116,11 +116,10 @@ def plan_capacity(
 
 def weight_bytes(config: ModelConfig, parallel: ParallelConfig, *, with_mtp: bool) -> dict[str, int]:
     """Bytes by part that rank 0 holds on a GPU (BF16, and FP8 where the checkpoint is). Raises ModelConfigError."""
-    fp8 = config.quantization is not None
-    check_parallel(config, parallel.dp, parallel.tp, fp8_weights=fp8)
+    check_parallel(config, parallel.dp, parallel.tp, fp8_weights=config.announces_fp8)
     if with_mtp:
         require_mtp(config)
-    weights = Weights(_Shapes(fp8), torch.device("meta"), torch.bfloat16, keep_fp8=True)
+    weights = Weights(_Shapes(config.announces_fp8), torch.device("meta"), torch.bfloat16, keep_fp8=True)
     ranks = ParallelContext.simulated(parallel.dp, parallel.tp)
     model = CausalLM(weights, config, ranks, max_model_len=1, with_mtp=with_mtp)
     sizes: Counter[str] = Counter()

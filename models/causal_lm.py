@@ -89,15 +89,14 @@ def load_model(
         return CausalLM(weights, config, parallel, max_model_len=max_model_len, with_mtp=with_mtp)
 
     if load_format == "dummy":
-        fp8 = config.quantization is not None
-        check_parallel(config, parallel.dp, parallel.tp, fp8_weights=keep_fp8 and fp8)
-        return build(RandomSource(fp8), device)
+        check_parallel(config, parallel.dp, parallel.tp, fp8_weights=keep_fp8 and config.announces_fp8)
+        return build(RandomSource(config.announces_fp8), device)
     if load_format != "auto":
         raise ValueError(f"load_format: {load_format!r} is not one of auto, dummy")
 
     checkpoint = Checkpoint(Path(folder))
     check_parallel(config, parallel.dp, parallel.tp, fp8_weights=keep_fp8 and checkpoint.has_fp8)
-    if config.quantization is not None and not checkpoint.has_fp8:
+    if config.announces_fp8 and not checkpoint.has_fp8:
         warnings.warn(f"{folder}: config.json announces FP8 weights, but the files hold none; read as they are", stacklevel=2)
     inventory = Inventory(checkpoint)
     build(inventory, torch.device("meta"))

@@ -75,20 +75,13 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
-class QuantizationConfig:
-    """Published FP8 weights, one scale per 128 x 128 block; scale_format is "float" or "ue8m0" (powers of two)."""
-
-    scale_format: str
-
-
-@dataclass(frozen=True)
 class ModelConfig:
     """family: "deepseek" or "longcat"; architecture: the published class name
     num_decoder_layers, num_attention_layers: LongCat has two attentions a layer; the draft layer is in neither
     q_norm_factor, latent_norm_factor: LongCat's factors on the query and the latent, folded into their norms' weights
     latent_norm_eps: of the norms on q_a and kv_a; the published code leaves them at 1e-6 whatever rms_norm_eps says
     softmax_scale: (nope + rope)^-0.5, times YaRN's factor
-    quantization: what config.json announces; the loader goes by the tensors that are present
+    announces_fp8: config.json says that weights are FP8 with a scale per 128 x 128 block; the loader goes by the tensors
     """
 
     family: str
@@ -114,9 +107,7 @@ class ModelConfig:
     max_position_embeddings: int
     num_mtp_layers: int
     tie_word_embeddings: bool
-    quantization: QuantizationConfig | None
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    announces_fp8: bool
 
     @property
     def qk_head_dim(self) -> int:
@@ -249,7 +240,6 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
     if rope_dim % 2:
         raise ModelConfigError(f"qk_rope_head_dim: must be even, got {rope_dim}")
     rope = _rope(fields)
-    eos = fields.raw.get("eos_token_id")
     return {
         "family": family,
         "architecture": architecture,
@@ -267,9 +257,7 @@ def _shared_fields(fields: _Fields, family: str, architecture: str) -> dict[str,
         "max_position_embeddings": fields.integer("max_position_embeddings"),
         "num_mtp_layers": fields.integer("num_nextn_predict_layers", 0, low=0, high=_MOST_LAYERS),
         "tie_word_embeddings": fields.flag("tie_word_embeddings", False),
-        "quantization": _quantization(fields),
-        "bos_token_id": fields.raw.get("bos_token_id"),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        "announces_fp8": _announces_fp8(fields),
     }
 
 
@@ -397,10 +385,10 @@ def _rope(fields: _Fields) -> RopeConfig:
     )
 
 
-def _quantization(fields: _Fields) -> QuantizationConfig | None:
+def _announces_fp8(fields: _Fields) -> bool:
     raw = fields.raw.get("quantization_config")
     if raw is None:
-        return None
+        return False
     if not isinstance(raw, dict):
         raise ModelConfigError(f"quantization_config: must be an object, got {raw!r}")
     for name, supported in {
@@ -414,7 +402,7 @@ def _quantization(fields: _Fields) -> QuantizationConfig | None:
     scale_format = raw.get("scale_fmt") or "float"
     if scale_format not in ("float", "ue8m0"):
         raise ModelConfigError(f"quantization_config.scale_fmt: {scale_format!r} is not supported, only 'float' and 'ue8m0'")
-    return QuantizationConfig(scale_format)
+    return True
 
 
 # ---- parallel sizes -----------------------------------------------------------------------------------------------

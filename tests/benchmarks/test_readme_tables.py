@@ -122,7 +122,9 @@ def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
     text = "\n".join(tables.quality(tmp_path) or [])
     assert "| **FP8, RoPE in BF16 (SnapMLA)** | 20.106 | +0.100 % (+0.100 to +0.100) | 98.0 % |  |  |" in text
     assert "| **FP8, RoPE in BF16 (SnapMLA)** | 2.1000 | +0.1000 (+0.1000 to +0.1000) | 1, 2 as FP32 | 1 of 1 |" in text
-    assert "| demo model, batch 4 | 2.10 ms | +0.00 % (+0.00 to +0.00) | +1.00 % (+0.50 to +1.50) |" in (tables.probe(tmp_path) or [])
+    assert "| demo model, batch 4 | 2.10 ms | +0.00 % (+0.00 to +0.00) | +1.00 % (+0.50 to +1.50) |" in (
+        tables.probe(tmp_path) or []
+    )
     assert "| s, DP2/TP1 | FP8 | 4 x 16k | 20.0 ms | 12 % | 18.0 ms | -10 % |" in (tables.simulation(tmp_path) or [])
     assert tables.kernel(tmp_path) is tables.context(tmp_path) is tables.hopper(tmp_path) is None
 

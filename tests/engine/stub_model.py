@@ -28,7 +28,7 @@ def stub_config(**changes: object) -> ModelConfig:
         "num_attention_layers": 1, "q_lora_rank": None, "kv_lora_rank": WIDTH, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
         "intermediate_size": 16, "moe": None, "rope": RopeConfig(1e4, None), "softmax_scale": 0.25, "rms_norm_eps": 1e-6, "latent_norm_eps": 1e-6,
         "q_norm_factor": 1.0, "latent_norm_factor": 1.0, "max_position_embeddings": 1024, "num_mtp_layers": 0, "tie_word_embeddings": False,
-        "quantization": None, "bos_token_id": None, "eos_token_ids": (1,),
+        "announces_fp8": False,
     }  # fmt: skip
     return ModelConfig(**{**values, **changes})  # type: ignore[arg-type]
 

@@ -53,11 +53,11 @@ def test_deepseek_v3() -> None:
     assert (config.family, config.num_attention_layers, config.num_mtp_layers) == ("deepseek", 61, 1)
     assert config.softmax_scale == pytest.approx(0.13524, abs=1e-5)
     assert config.rope.yarn.angle_factor == 1.0
-    assert config.quantization.scale_format == "float"
+    assert config.announces_fp8
     moe = config.moe
     assert (moe.num_experts, moe.top_k, moe.num_groups, moe.top_groups, moe.shared_intermediate_size) == (256, 8, 8, 4, 2048)
     v31 = translate_config(V3 | {"quantization_config": V3["quantization_config"] | {"scale_fmt": "ue8m0"}})
-    assert v31.quantization.scale_format == "ue8m0"
+    assert v31.announces_fp8
 
 
 def test_deepseek_v2_lite() -> None:
@@ -74,7 +74,7 @@ def test_kimi_k2_and_moonlight() -> None:
     kimi, moonlight = translate_config(KIMI_K2), translate_config(MOONLIGHT)
     assert (kimi.moe.num_experts, kimi.moe.num_groups, kimi.num_heads) == (384, 1, 64)
     assert moonlight.rope.yarn is None and moonlight.softmax_scale == pytest.approx(192**-0.5)
-    assert moonlight.q_lora_rank is None and moonlight.quantization is None
+    assert moonlight.q_lora_rank is None and not moonlight.announces_fp8
     without_architecture = {k: v for k, v in KIMI_K2.items() if k != "architectures"}
     assert translate_config(without_architecture) == kimi
 
