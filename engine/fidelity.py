@@ -49,6 +49,7 @@ class FidelityProbe:
         self._live = torch.zeros(SEQUENCES, dtype=torch.int32, device=device)
         self._errors = torch.zeros(model.num_attention_layers, device=device)
         self._shadow_of: dict[int, int] = {}  # row -> shadow
+        self._found: dict[int, int] = {}  # what _find found last
         self._steps = 0
         self._finds = False  # whether this step leaves errors to read
         self.comparing = False  # whether this step compares, on every rank alike
@@ -64,15 +65,16 @@ class FidelityProbe:
             # Only a sequence that computes its first token here can have a whole shadow: a cached prefix has no exact values.
             if step.num_computed == 0 and step.row not in self._shadow_of and free:
                 self._shadow_of[step.row] = min(free)
+        query_len = plan.query_len
         lines: list[tuple[int, int, int]] = []  # first line of a sequence, end, shadow
         pairs: list[tuple[int, int]] = []  # decode sequence, shadow
-        for index, step in enumerate(plan.decodes):
-            if step.row in self._shadow_of:
-                shadow = self._shadow_if_within(step.row, step.num_computed + step.num_drafts + step.drafts_in_flight)
-                if shadow is not None:
-                    lines.append((index * plan.query_len, (index + 1) * plan.query_len, shadow))
-                    pairs.append((index, shadow))
-        first = len(plan.decodes) * plan.query_len
+        for row, index in self._find(plan).items():
+            step = plan.decodes[index]
+            shadow = self._shadow_if_within(row, step.num_computed + step.num_drafts + step.drafts_in_flight)
+            if shadow is not None:
+                lines.append((index * query_len, (index + 1) * query_len, shadow))
+                pairs.append((index, shadow))
+        first = len(plan.decodes) * query_len
         for step in plan.prefills:
             if step.row in self._shadow_of:
                 shadow = self._shadow_if_within(step.row, step.num_computed + step.num_tokens - 1)
@@ -85,6 +87,15 @@ class FidelityProbe:
         self._finds = self.comparing and bool(pairs)
         if self._finds:
             self._choose(pairs)
+
+    def _find(self, plan: StepPlan) -> dict[int, int]:
+        """Row -> place among the decode sequences, of those with a shadow: mostly all of them, and where they were before."""
+        decodes, found = plan.decodes, self._found
+        same = all(index < len(decodes) and decodes[index].row == row for row, index in found.items())
+        if not same or found.keys() != self._shadow_of.keys():
+            found = {step.row: index for index, step in enumerate(decodes) if step.row in self._shadow_of}
+            self._found = found
+        return found
 
     def _shadow_if_within(self, row: int, last_position: int) -> int | None:
         """The shadow of a row that has one, which it loses when a position lies beyond it."""
