@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import uvicorn
-import uvloop
 
 from engine.config import ServerConfig
 from engine.hub import resolve_model
@@ -120,7 +119,3 @@ async def running(
         for fake in fakes:
             fake.stop()
         client.close()
-
-
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    uvloop.run(test())  # type: ignore[arg-type]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -18,6 +18,7 @@ from engine.transport import FrontEndSocket, WorkerSocket
 from server.frontend import EngineClient, Generation, State
 from server.metrics import Metrics
 from tests.server.fake_replica import FakeReplica
+from tests.server.running import eventually
 
 
 @asynccontextmanager
@@ -51,182 +52,135 @@ async def tokens_of(generation: Generation) -> tuple[list[int], str | None]:
                 return tokens, output.finish_reason
 
 
-async def eventually(check: Callable[[], object], limit_s: float = 5.0) -> None:
-    limit = time.monotonic() + limit_s
-    while not check():
-        assert time.monotonic() < limit, "did not happen in time"
-        await asyncio.sleep(0.01)
+async def test_tokens_arrive_and_books_balance() -> None:
+    async with engine(dp=2) as (client, replicas):
+        generations = [submit(client, f"r{i}", max_tokens=4 + i) for i in range(20)]
+        results = await asyncio.gather(*map(tokens_of, generations))
+        assert [len(tokens) for tokens, _ in results] == [4 + i for i in range(20)]
+        assert {reason for _, reason in results} == {"length"}
+        counts = [len(replica.received) for replica in replicas]
+        assert abs(counts[0] - counts[1]) <= 2 and client.router.reserved == {0: 0, 1: 0}
+        assert client.metrics.open_requests == 0 and sum(client.metrics.finished.values()) == 20
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(test())  # type: ignore[arg-type]
-
-
-def test_tokens_arrive_and_books_balance() -> None:
-    async def test() -> None:
-        async with engine(dp=2) as (client, replicas):
-            generations = [submit(client, f"r{i}", max_tokens=4 + i) for i in range(20)]
-            results = await asyncio.gather(*map(tokens_of, generations))
-            assert [len(tokens) for tokens, _ in results] == [4 + i for i in range(20)]
-            assert {reason for _, reason in results} == {"length"}
-            counts = [len(replica.received) for replica in replicas]
-            assert abs(counts[0] - counts[1]) <= 2 and client.router.reserved == {0: 0, 1: 0}
-            assert client.metrics.open_requests == 0 and sum(client.metrics.finished.values()) == 20
-
-    run(test)
-
-
-def test_refusals() -> None:
+async def test_refusals() -> None:
     """Report S18: a live id is refused, its first owner is untouched; a free id can be used again."""
-
-    async def test() -> None:
-        async with engine(queue_limit=1) as (client, replicas):
-            replicas[0].paused.set()
-            first = submit(client, "same")
-            with pytest.raises(RequestRejected) as refused:
-                submit(client, "same")
-            assert refused.value.code == "duplicate_request_id"
-            with pytest.raises(RequestRejected, match="data_parallel_rank"):
-                submit(client, "other", dp_rank=3)
-            await eventually(lambda: replicas[0].live)
-            full = submit(client, "full")
-            with pytest.raises(RequestRejected) as refused:
-                await full.outputs()
-            assert refused.value.code == "queue_full" and client.metrics.rejected == {"queue_full": 1}
-            replicas[0].paused.clear()
-            assert (await tokens_of(first))[1] == "length"
-            assert (await tokens_of(submit(client, "same")))[1] == "length"
-
-    run(test)
+    async with engine(queue_limit=1) as (client, replicas):
+        replicas[0].paused.set()
+        first = submit(client, "same")
+        with pytest.raises(RequestRejected) as refused:
+            submit(client, "same")
+        assert refused.value.code == "duplicate_request_id"
+        with pytest.raises(RequestRejected, match="data_parallel_rank"):
+            submit(client, "other", dp_rank=3)
+        await eventually(lambda: replicas[0].live)
+        full = submit(client, "full")
+        with pytest.raises(RequestRejected) as refused:
+            await full.outputs()
+        assert refused.value.code == "queue_full" and client.metrics.rejected == {"queue_full": 1}
+        replicas[0].paused.clear()
+        assert (await tokens_of(first))[1] == "length"
+        assert (await tokens_of(submit(client, "same")))[1] == "length"
 
 
-def test_abort_and_stop_string() -> None:
+async def test_abort_and_stop_string() -> None:
     """Report O06, S13: aborts reach the replica and are counted; a stop string counts as a finished request."""
-
-    async def test() -> None:
-        async with engine() as (client, replicas):
-            generation, stopped = submit(client, "a", 4000), submit(client, "b", 4000)
-            await generation.outputs()
-            client.abort(generation)
-            assert (await tokens_of(generation))[1] == "abort"
-            await stopped.outputs()
-            client.stop(stopped, 2)
-            assert (await tokens_of(stopped))[1] == "stop"
-            assert replicas[0].aborted == [("a", "abort"), ("b", "stop")] and not replicas[0].live
-            assert client.metrics.finished == {(0, "abort"): 1, (0, "stop"): 1}
-            client.abort(generation)  # no effect once it ended
-            assert client.abort_group("a") == 0
-
-    run(test)
+    async with engine() as (client, replicas):
+        generation, stopped = submit(client, "a", 4000), submit(client, "b", 4000)
+        await generation.outputs()
+        client.abort(generation)
+        assert (await tokens_of(generation))[1] == "abort"
+        await stopped.outputs()
+        client.stop(stopped, 2)
+        assert (await tokens_of(stopped))[1] == "stop"
+        assert replicas[0].aborted == [("a", "abort"), ("b", "stop")] and not replicas[0].live
+        assert client.metrics.finished == {(0, "abort"): 1, (0, "stop"): 1}
+        client.abort(generation)  # no effect once it ended
+        assert client.abort_group("a") == 0
 
 
-def test_choices_share_a_replica_and_a_group() -> None:
-    async def test() -> None:
-        async with engine(dp=2) as (client, replicas):
-            replicas[0].paused.set()
-            replicas[1].paused.set()
-            client.submit("g", [[add("g-0", 1000), add("g-1", 1000), add("g-2", 1000)]], 1000)
-            await eventually(lambda: len(replicas[0].received) + len(replicas[1].received) == 3)
-            assert {len(replicas[0].received), len(replicas[1].received)} == {0, 3}
-            assert client.abort_group("g") == 3
-            await eventually(lambda: client.metrics.open_requests == 0)
-
-    run(test)
+async def test_choices_share_a_replica_and_a_group() -> None:
+    async with engine(dp=2) as (client, replicas):
+        replicas[0].paused.set()
+        replicas[1].paused.set()
+        client.submit("g", [[add("g-0", 1000), add("g-1", 1000), add("g-2", 1000)]], 1000)
+        await eventually(lambda: len(replicas[0].received) + len(replicas[1].received) == 3)
+        assert {len(replicas[0].received), len(replicas[1].received)} == {0, 3}
+        assert client.abort_group("g") == 3
+        await eventually(lambda: client.metrics.open_requests == 0)
 
 
-def test_a_silent_rank_fails_what_is_open() -> None:
+async def test_a_silent_rank_fails_what_is_open() -> None:
     """Report D04: a dead worker is noticed, open requests fail, health says why, new requests are refused."""
-
-    async def test() -> None:
-        died: list[bool] = []
-        async with engine(heartbeat_s=1.0) as (client, replicas):
-            client.on_failure = lambda: died.append(True)
-            assert client.check() == (True, "ready")
-            generation = submit(client, "r", 4000)
-            await generation.outputs()
-            replicas[0].stop()
-            with pytest.raises(WorkerFailed, match="dead or frozen"):
-                await tokens_of(generation)
-            healthy, why = client.check()
-            assert not healthy and "rank 0" in why and died == [True]
-            with pytest.raises(RequestRejected):
-                submit(client, "late")
-
-    run(test)
+    died: list[bool] = []
+    async with engine(heartbeat_s=1.0) as (client, replicas):
+        client.on_failure = lambda: died.append(True)
+        assert client.check() == (True, "ready")
+        generation = submit(client, "r", 4000)
+        await generation.outputs()
+        replicas[0].stop()
+        with pytest.raises(WorkerFailed, match="dead or frozen"):
+            await tokens_of(generation)
+        healthy, why = client.check()
+        assert not healthy and "rank 0" in why and died == [True]
+        with pytest.raises(RequestRejected):
+            submit(client, "late")
 
 
-def test_a_long_step_is_no_freeze() -> None:
+async def test_a_long_step_is_no_freeze() -> None:
     """Report D06: a replica that computes for longer than the heartbeat limit stays healthy, as its heartbeat answers."""
-
-    async def test() -> None:
-        async with engine(heartbeat_s=1.0, step_s=2.5) as (client, _):
-            generation = submit(client, "r", 1)
-            await asyncio.sleep(2.0)
-            assert client.check()[0]
-            assert (await tokens_of(generation)) == ([4], "length")
-
-    run(test)
+    async with engine(heartbeat_s=1.0, step_s=2.5) as (client, _):
+        generation = submit(client, "r", 1)
+        await asyncio.sleep(2.0)
+        assert client.check()[0]
+        assert (await tokens_of(generation)) == ([4], "length")
 
 
-def test_a_front_end_that_was_held_up_blames_nobody_and_forgives_nothing() -> None:
+async def test_a_front_end_that_was_held_up_blames_nobody_and_forgives_nothing() -> None:
     """A rank that answered before a pause of the front end and died in it is noticed within the limit, not within the pause."""
-
-    async def test() -> None:
-        async with engine(heartbeat_s=1.0) as (client, replicas):
-            pings = client._nonce
-            while client._nonce == pings:
-                await asyncio.sleep(0)
-            threading.Timer(1.0, replicas[0].stop).start()
-            time.sleep(4.0)  # the whole process stands still; the rank's last answer waits in the socket
-            await asyncio.sleep(0.05)
-            assert client.check()[0]
-            await eventually(lambda: not client.check()[0], limit_s=3.0)
-
-    run(test)
-
-
-def test_a_reported_failure_ends_everything_at_once() -> None:
-    async def test() -> None:
-        async with engine() as (client, replicas):
-            generation = submit(client, "r", 4000)
-            replicas[0]._link.send(EngineFailed(0, "device error"))
-            with pytest.raises(WorkerFailed, match="device error"):
-                await tokens_of(generation)
-            assert client.state is State.FAILED
-
-    run(test)
-
-
-def test_draining_lets_open_requests_finish() -> None:
-    """Report O09: SIGTERM stops admission, not the replies that are running; after the limit they are aborted."""
-
-    async def test() -> None:
-        async with engine() as (client, _):
-            short, endless = submit(client, "s", 50), submit(client, "e", 4000)
-            draining = asyncio.create_task(client.drain(0.5))
+    async with engine(heartbeat_s=1.0) as (client, replicas):
+        pings = client._nonce
+        while client._nonce == pings:
             await asyncio.sleep(0)
-            with pytest.raises(RequestRejected) as refused:
-                submit(client, "late")
-            assert refused.value.code == "shutting_down"
-            assert (await tokens_of(short))[1] == "length"
-            tokens, reason = await tokens_of(endless)
-            assert reason == "abort" and tokens
-            await draining
-
-    run(test)
+        threading.Timer(1.0, replicas[0].stop).start()
+        time.sleep(4.0)  # the whole process stands still; the rank's last answer waits in the socket
+        await asyncio.sleep(0.05)
+        assert client.check()[0]
+        await eventually(lambda: not client.check()[0], limit_s=3.0)
 
 
-def test_messages_of_nobody_are_dropped() -> None:
-    async def test() -> None:
-        async with engine() as (client, _replicas):
-            stranger = WorkerSocket(client.socket.address)
-            stranger.send(EngineFailed(0, "from a peer without hello"))
-            stranger.send(Hello(0, 0, "steps"))  # taken
-            stranger.send(Hello(5, 0, "heartbeat"))  # no such rank
-            stranger.send(EngineFailed(0, "still nobody"))
-            await asyncio.sleep(0.3)
-            assert client.check()[0]
-            assert (await tokens_of(submit(client, "r", 3)))[1] == "length"
-            stranger.close()
+async def test_a_reported_failure_ends_everything_at_once() -> None:
+    async with engine() as (client, replicas):
+        generation = submit(client, "r", 4000)
+        replicas[0]._link.send(EngineFailed(0, "device error"))
+        with pytest.raises(WorkerFailed, match="device error"):
+            await tokens_of(generation)
+        assert client.state is State.FAILED
 
-    run(test)
+
+async def test_draining_lets_open_requests_finish() -> None:
+    """Report O09: SIGTERM stops admission, not the replies that are running; after the limit they are aborted."""
+    async with engine() as (client, _):
+        short, endless = submit(client, "s", 50), submit(client, "e", 4000)
+        draining = asyncio.create_task(client.drain(0.5))
+        await asyncio.sleep(0)
+        with pytest.raises(RequestRejected) as refused:
+            submit(client, "late")
+        assert refused.value.code == "shutting_down"
+        assert (await tokens_of(short))[1] == "length"
+        tokens, reason = await tokens_of(endless)
+        assert reason == "abort" and tokens
+        await draining
+
+
+async def test_messages_of_nobody_are_dropped() -> None:
+    async with engine() as (client, _replicas):
+        stranger = WorkerSocket(client.socket.address)
+        stranger.send(EngineFailed(0, "from a peer without hello"))
+        stranger.send(Hello(0, 0, "steps"))  # taken
+        stranger.send(Hello(5, 0, "heartbeat"))  # no such rank
+        stranger.send(EngineFailed(0, "still nobody"))
+        await asyncio.sleep(0.3)
+        assert client.check()[0]
+        assert (await tokens_of(submit(client, "r", 3)))[1] == "length"
+        stranger.close()

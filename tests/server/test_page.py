@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.browser import CHROMIUM, Browser
-from tests.server.running import Running, eventually, run, running
+from tests.server.running import Running, eventually, running
 from tests.server.test_api import END
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
@@ -48,12 +48,9 @@ def use(browser: Browser, server: Running, picture: Path) -> None:
     assert not problems, problems
 
 
-def test_generate_chat_stop_and_figures(tmp_path: Path) -> None:
-    async def test() -> None:
-        async with running(script=" was the word." + END) as server:
-            with Browser() as browser:
-                await asyncio.to_thread(use, browser, server, tmp_path / "page.png")
-            await eventually(lambda: not server.replicas[0].live, limit_s=1.0)  # the stop button reached the engine
-            assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")
-
-    run(test)
+async def test_generate_chat_stop_and_figures(tmp_path: Path) -> None:
+    async with running(script=" was the word." + END) as server:
+        with Browser() as browser:
+            await asyncio.to_thread(use, browser, server, tmp_path / "page.png")
+        await eventually(lambda: not server.replicas[0].live, limit_s=1.0)  # the stop button reached the engine
+        assert (tmp_path / "page.png").read_bytes().startswith(b"\x89PNG")

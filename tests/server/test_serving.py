@@ -10,7 +10,7 @@ from engine.openai_responses import Choice
 from engine.openai_types import CompletionRequest, parse_request
 from engine.served_model import ServedModel
 from server.serving import _joined
-from tests.server.running import demo_folder, run, running
+from tests.server.running import demo_folder, running
 
 TEXT = "In the beginning was the word, and the word was good."
 MODEL = ServedModel.load(demo_folder(), name="demo", max_model_len=512)
@@ -36,18 +36,14 @@ def test_outputs_that_piled_up_say_what_they_say_one_by_one(asked: dict, group: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_one_time_to_first_token_a_choice(stream: bool) -> None:
+async def test_one_time_to_first_token_a_choice(stream: bool) -> None:
     """Streams count it when its chunk was written, whole answers when the token came; only streams have a way to a socket."""
-
-    async def test() -> None:
-        async with running() as server:
-            body = {"prompt": "x", "max_tokens": 5, "n": 3, "temperature": 1.0}
-            if stream:
-                await server.stream("/v1/completions", **body)
-            else:
-                await server.post("/v1/completions", **body)
-            assert await server.metric("time_to_first_token_seconds_count") == 3
-            assert await server.metric("generation_tokens_total") == 15
-            assert (await server.metric("frontend_delivery_seconds_count") > 0) is stream
-
-    run(test)
+    async with running() as server:
+        body = {"prompt": "x", "max_tokens": 5, "n": 3, "temperature": 1.0}
+        if stream:
+            await server.stream("/v1/completions", **body)
+        else:
+            await server.post("/v1/completions", **body)
+        assert await server.metric("time_to_first_token_seconds_count") == 3
+        assert await server.metric("generation_tokens_total") == 15
+        assert (await server.metric("frontend_delivery_seconds_count") > 0) is stream
