@@ -221,12 +221,12 @@ class Metrics(Collector):
         unused = [(rank, s.num_blocks, s.num_free_blocks + s.num_cached_blocks) for rank, s in stats if s.num_blocks]
         usage = [(rank, model, 1.0 - free / blocks) for rank, blocks, free in unused]
         yield _family(GaugeMetricFamily, "kv_cache_usage_perc", text, REPLICA, usage)
-        name, accepted = "spec_decode_num_accepted_tokens", [(rank, s.spec_accepted_per_pos) for rank, s in stats]
+        accepted = [(rank, s.spec_accepted_per_pos) for rank, s in stats]
         sums = [(rank, model, sum(counts)) for rank, counts in accepted]
-        yield _family(CounterMetricFamily, name, "Draft tokens accepted", REPLICA, sums)
+        yield _family(CounterMetricFamily, "spec_decode_num_accepted_tokens", "Draft tokens accepted", REPLICA, sums)
         placed = [(rank, model, place, count) for rank, counts in accepted for place, count in enumerate(counts)]
-        text = "Draft tokens accepted at each position"
-        yield _family(CounterMetricFamily, f"{name}_per_pos", text, (*REPLICA, "position"), placed)
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted at each position"
+        yield _family(CounterMetricFamily, name, text, (*REPLICA, "position"), placed)
 
     def _front_end(self) -> Iterator[Metric]:
         model = self.model_name

@@ -66,7 +66,7 @@ def test_vectorised_fp8_equals_tiled_oracle(block, lens, query_len, num_query) -
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_quantizing_p_costs_about_a_percent(block) -> None:
-    """Report K18: a numeric test of FP8 dense decode with a stated tolerance (kernels.md measured 0.9 to 1 %)."""
+    """Report K18: a numeric test of FP8 dense decode with a stated tolerance (0.9 to 1 %)."""
     case = decode_case(CacheFormat.FP8, [768, 900], heads=8)
     out, lse = tiled_attention(*case.args, softmax_scale=case.softmax_scale, causal=True, block=block)
     want_out, want_lse = exact(case)
@@ -128,7 +128,7 @@ def test_a_row_does_not_depend_on_its_batch(fmt) -> None:
 
 
 def test_one_block_far_below_the_last_is_harmless() -> None:
-    """A block 200 nats below its predecessor contributes nothing and overflows nothing (kernels.md section 4)."""
+    """A block 200 nats below its predecessor contributes nothing and overflows nothing."""
     case = decode_case(CacheFormat.FP8, [192], heads=2, softmax_scale=1.0)
     block = int(case.block_table[0, 0])
     case.cache.rope[block] = case.query.rope[0, 0, 0] * 50.0  # the first block's logits of head 0 tower above the rest
