@@ -33,7 +33,7 @@ PARTS = {
     "experts": ("router_logits", "route", "choose_experts", "quantize_activation", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
-    "sampling": ("sample", "choose_tokens"),
+    "sampling": ("choose_tokens", "draft_tokens"),
 }
 KERNELS = (  # part -> the start of its kernels' names; the first match counts
     ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_|fetch_dequant"),
@@ -219,7 +219,7 @@ def _work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
             return _bytes(args, result), 2 * args[0].shape[0] * args[1].numel()
         case "route" | "rms_norm" | "rms_norm_quantized" | "quantize_activation":
             return _bytes(args, list(kwargs.values()), result), 0
-        case "sample":
+        case "choose_tokens" | "draft_tokens":
             return _bytes(args[0], result), 0
     return 0, 0  # the plan is a few hundred bytes; what travels has no roofline of this device
 

@@ -1,9 +1,10 @@
-"""CUDA graphs of decode steps: the model's forward captured per (sequences, lines per sequence), replayed on static inputs.
+"""CUDA graphs of decode steps: all that a step does on the device, captured per (sequences, lines per sequence).
 
-Models do not know about graphs: the same `forward` is captured. The split plan is made inside the graph from lengths on
-the device, so a replay follows them. A step runs padded up to the next captured size; padded sequences have length 0, slot
--1 and no experts. Steps with prefill, or with more sequences than were captured, run eagerly. Steps in which the fidelity probe
-compares have graphs of their own, of few sizes, since they are rare.
+A step is one call: forward pass, choice of tokens, acceptance, drafts. It learns of its sequences from a small array of
+numbers and finds everything else, sampling parameters included, in tables on the device, so that a replay follows whatever
+changes. The one rule for when a step replays a graph: no replica has prefill, and a captured size holds the sequences, padded
+up to it. Padded sequences have length 0, slot -1 and no experts. All other steps make the same call eagerly. Steps in which
+the fidelity probe compares have graphs of their own, of few sizes, since they are rare.
 
 Every rank holds the same graphs at any time. That is more than a matter of speed: a replay exchanges the padded number of
 rows with the other ranks, an eager pass the agreed one, so a rank that ran another shape would wait in its collectives for
@@ -16,17 +17,14 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
 from engine.fidelity import FidelityProbe
-from engine.speculative import Drafter, DraftRows
-from kernels import ops
-from kernels.layout import CacheFormat, LatentCache
-from models.batch import AttentionMetadata, ForwardBatch
+from engine.staging import to_device
 
 _FEW_SIZES = (1, 8, 64)  # and the largest: any batch then pads to at most eight times itself
 logger = logging.getLogger(__name__)
@@ -74,56 +72,33 @@ class Key(NamedTuple):
     compares: bool = False
 
 
-@dataclass(frozen=True)
-class _Captured:
-    graph: Graph
-    hidden: torch.Tensor
-    draft: Graph | None
+class GraphRunner(Generic[T]):
+    """Captured decode steps of one rank.
 
-
-class GraphRunner:
-    """Captured forwards of one rank. `forward` has the model's signature and falls back to it for what was not captured.
-
+    step: what is captured, called with the sequences of a step, int64 [C, size], and the lines of each
+    padding: int64 [C] a sequence that pads
     query_lens: lines per sequence to capture, for example (1,) or (1, 3)
     agree: called by all ranks together with whether they could do a thing; tells whether all of them could
     fast_start: `capture` takes few sizes and none that compares, `capture_next` adds one at a time while the engine serves
-    drafter: its passes after a step are captured as a second graph, since sampling lies between the two
     probe: what it writes is captured too, and what it compares in graphs of their own
     """
 
     def __init__(
         self,
-        forward: Callable[[ForwardBatch], torch.Tensor],
-        caches: list[LatentCache],
+        step: Callable[[torch.Tensor, int], T],
+        padding: np.ndarray,
         *,
         sizes: list[int],
         query_lens: tuple[int, ...],
-        max_blocks: int,
-        null_block: int,
-        num_heads: int,
-        fmt: CacheFormat,
         device: torch.device,
         agree: Callable[[bool], bool],
         fast_start: bool = False,
-        drafter: Drafter | None = None,
         probe: FidelityProbe | None = None,
     ) -> None:
-        self._eager, self._caches, self._drafter, self._probe = forward, caches, drafter, probe
-        self._sizes, self._agree = sizes, agree
-        self._num_heads, self._format = num_heads, fmt
-        most, lines = sizes[-1], sizes[-1] * max(query_lens)
-        self._ids = torch.zeros(lines, dtype=torch.int64, device=device)
-        self._positions = torch.zeros(lines, dtype=torch.int64, device=device)
-        self._slots = torch.full((lines,), -1, dtype=torch.int64, device=device)
-        self._live = torch.zeros(lines, dtype=torch.bool, device=device)
-        self._seq_lens = torch.zeros(most, dtype=torch.int32, device=device)
-        self._num_query = torch.zeros(most, dtype=torch.int32, device=device)
-        self._block_table = torch.full((most, max_blocks), null_block, dtype=torch.int32, device=device)
-        self._next_ids = torch.zeros(lines, dtype=torch.int64, device=device)
-        self._accepted = torch.zeros(most, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(most, dtype=torch.int64, device=device)
-        self._num_slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._graphs: dict[Key, _Captured] = {}
+        self._step, self._padding, self._probe = step, padding[:, None], probe
+        self._sizes, self._agree, most = sizes, agree, sizes[-1]
+        self._static = torch.zeros(len(padding) * most, dtype=torch.int64, device=device)  # the graphs' only input
+        self._graphs: dict[Key, tuple[Graph, T]] = {}
         self._pool = GraphPool()
         # Largest first, since the pool's later graphs fit into memory that earlier ones left.
         few = {*_FEW_SIZES, most}
@@ -187,69 +162,18 @@ class GraphRunner:
         )  # fmt: skip
         self._missing.clear()
 
-    def _capture(self, key: Key) -> _Captured:
-        size, query_len, compares = key
-        self._forget_step(compares)
-        graph, hidden = self._pool.record(lambda: self._eager(self._static_batch(size, query_len)))
-        draft = self._pool.record(lambda: self._draft_static(size, query_len, hidden))[0] if self._drafter is not None else None
-        return _Captured(graph, hidden, draft)
-
-    def _forget_step(self, compares: bool) -> None:
-        """Make the static inputs those of padding alone: the pass before a capture must not write a served sequence's slots."""
-        self._ids.zero_()
-        self._positions.zero_()
-        self._slots.fill_(-1)
-        self._live.fill_(False)
-        self._seq_lens.zero_()
-        self._num_query.zero_()
-        self._next_ids.zero_()
-        self._accepted.zero_()
-        self._num_slots.zero_()
-        if self._drafter is not None:
-            self._rows.fill_(self._drafter.padded_row)
+    def _capture(self, key: Key) -> tuple[Graph, T]:
+        # The pass before a capture is one of padding alone: it must not write a served sequence's slots.
+        static = self._fill(key.size, self._padding[:, :0])
         if self._probe is not None:
-            self._probe.forget_step(compares)
+            self._probe.forget_step(key.compares)
+        return self._pool.record(lambda: self._step(static, key.query_len))
 
-    def _draft_static(self, size: int, query_len: int, hidden: torch.Tensor) -> None:
-        assert self._drafter is not None
-        lines = torch.arange(0, size * query_len, query_len, device=self._rows.device)
-        positions, accepted = self._positions[: size * query_len : query_len], None
-        if query_len > 1:
-            accepted = self._accepted[:size]
-            lines, positions = lines + accepted, positions + accepted
-        rows = DraftRows(lines, self._rows[:size], positions, self._num_slots[:size], self._block_table[:size])
-        next_ids = self._next_ids[: size * query_len]
-        depth = self.draft_depth(query_len)
-        self._drafter.draft(self._static_batch(size, query_len), hidden, next_ids, accepted, rows, depth=depth)
-
-    def draft_depth(self, query_len: int) -> int:
-        """Drafts that the graph behind a step of so many lines makes: none where nothing was drafted before, so that a batch
-        for which speculation is off only keeps the draft layer up to date."""
-        assert self._drafter is not None
-        return self._drafter.depth if query_len > 1 else 0
-
-    def _static_batch(self, size: int, query_len: int) -> ForwardBatch:
-        lines = size * query_len
-        seq_lens = self._seq_lens[:size]
-        attention = AttentionMetadata(
-            num_decode_seqs=size,
-            query_len=query_len,
-            slots=self._slots[:lines],
-            block_table=self._block_table[:size],
-            seq_lens=seq_lens,
-            num_query=self._num_query[:size] if query_len > 1 else None,
-            decode_plan=ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._num_heads, fmt=self._format),
-            prefill=None,
-        )
-        return ForwardBatch(
-            self._ids[:lines],
-            self._positions[:lines],
-            attention,
-            self._caches,
-            row_mask=self._live[:lines],
-            ep_rows=lines,
-            probe=self._probe,
-        )
+    def _fill(self, size: int, sequences: np.ndarray) -> torch.Tensor:
+        """The input of graphs of that size, holding int64 [C, B] sequences and padding behind them."""
+        padded = np.repeat(self._padding, size, axis=1)
+        padded[:, : sequences.shape[1]] = sequences
+        return self._static[: padded.size].view(padded.shape).copy_(to_device([padded], self._static.device)[0])
 
     def key_of(self, num_sequences: int, query_len: int) -> Key | None:
         """The smallest captured graph that holds the step; None when it runs eagerly."""
@@ -257,55 +181,12 @@ class GraphRunner:
         keys = (Key(size, query_len, compares) for size in self._sizes if size >= num_sequences)
         return next((key for key in keys if key in self._graphs), None)
 
-    def forward(self, batch: ForwardBatch, num_sequences: int | None) -> torch.Tensor:
-        """Hidden states [T, D], computed by the graph of at least `num_sequences` sequences if there is one.
-
-        num_sequences: the most of any replica, so that all replay the same shape; None when any replica has prefill.
-        The result is valid until the next call.
-        """
-        meta = batch.attention
-        key = self.key_of(num_sequences, meta.query_len) if num_sequences is not None else None
-        if key is None:
-            return self._eager(batch)
-        captured, size = self._graphs[key], key.size
-        count, lines, all_lines = meta.num_decode_seqs, batch.num_tokens, size * meta.query_len
-        if lines:
-            into = [self._ids[:lines], self._positions[:lines], self._slots[:lines]]
-            torch._foreach_copy_(into, [batch.input_ids, batch.positions, meta.slots])
-        self._seq_lens[:count].copy_(meta.seq_lens)
-        self._block_table[:count, : meta.block_table.shape[1]].copy_(meta.block_table)
-        if batch.row_mask is None:
-            self._live[:lines].fill_(True)
-        else:
-            self._live[:lines].copy_(batch.row_mask)
-        if meta.num_query is not None:
-            self._num_query[:count].copy_(meta.num_query)
-        if lines < all_lines:
-            self._slots[lines:all_lines].fill_(-1)
-            self._live[lines:all_lines].fill_(False)
-            self._seq_lens[count:size].zero_()
-        captured.graph.replay()
-        return captured.hidden[:lines]
-
-    def draft(
-        self, num_sequences: int, query_len: int, next_ids: torch.Tensor, accepted: torch.Tensor | None, rows: DraftRows
-    ) -> bool:
-        """Replay the draft passes behind the step that `forward` just replayed. False when that step ran eagerly."""
-        key = self.key_of(num_sequences, query_len)
-        captured = self._graphs[key] if key is not None else None
-        if key is None or captured is None or captured.draft is None or self._drafter is None:
-            return False
-        size, count = key.size, len(rows.rows)
-        self._next_ids[: len(next_ids)].copy_(next_ids)
-        self._rows[:count].copy_(rows.rows)
-        self._rows[count:size].fill_(self._drafter.padded_row)
-        self._num_slots[:count].copy_(rows.num_slots)
-        self._num_slots[count:size].zero_()
-        if accepted is not None:
-            self._accepted[:count].copy_(accepted)
-            self._accepted[count:size].zero_()
-        captured.draft.replay()
-        return True
+    def replay(self, key: Key, sequences: np.ndarray) -> T:
+        """What `step` gives for int64 [C, B] sequences and padding behind them; valid until the next call."""
+        self._fill(key.size, sequences)
+        graph, result = self._graphs[key]
+        graph.replay()
+        return result
 
 
 def _out_of_memory(error: BaseException | None) -> bool:

@@ -33,7 +33,7 @@ from engine.scheduler import Scheduler
 from engine.staging import HostCopy
 from engine.tokenizer import Tokenizer
 from kernels import ops
-from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
+from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat, SamplingTable
 from models.causal_lm import load_model
 from models.config import ModelConfig, ModelConfigError, check_parallel, load_model_config
 from models.parallel import ParallelContext
@@ -260,7 +260,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
             memory = CPU_CACHE_BYTES
         elif not memory:
             memory = _free_bytes(config, device, _activation_bytes(runner(allocate(1)), config, max_model_len))
-            memory -= _draft_bytes(config, model_config)
+            memory -= _row_bytes(config, model_config)
         most = _USEFUL_CACHES * config.scheduler.max_num_seqs * -(-max_model_len // BLOCK_SIZE)
         num_blocks = num_blocks_for(memory, block_bytes, most)
     num_blocks = _least_of_all_ranks(num_blocks, parallel, device)
@@ -398,11 +398,11 @@ def _activation_bytes(runner: ModelRunner, config: EngineConfig, max_model_len: 
     return torch.cuda.max_memory_allocated(runner.device) - before
 
 
-def _draft_bytes(config: EngineConfig, model: ModelConfig) -> int:
-    """What ratio acceptance keeps of the drafts: FP32 [rows + 1, depth, vocab] probabilities."""
-    if config.speculative_acceptance != "ratio":
-        return 0
-    return 4 * (config.scheduler.max_num_seqs + 1) * config.num_speculative_tokens * model.vocab_size
+def _row_bytes(config: EngineConfig, model: ModelConfig) -> int:
+    """What the runner keeps of every row: its sampling parameters, and under ratio acceptance its drafts' distributions."""
+    table = SamplingTable.allocate(config.scheduler.max_num_seqs + 1, model.vocab_size, "meta")
+    drafts = config.num_speculative_tokens if config.speculative_acceptance == "ratio" else 0
+    return sum(column.nbytes for column in vars(table).values()) + drafts * table.history.nbytes
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:

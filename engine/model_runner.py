@@ -1,27 +1,28 @@
-"""Executes step plans on one rank: plan -> ForwardBatch -> logits -> tokens.
+"""Executes step plans on one rank: plan -> ForwardBatch -> logits -> tokens -> drafts.
 
-Owns the device tables of the rows: block tables and last tokens, a pure function of the plans received. Sampled tokens
-stay on the device for the next step, so a plan may follow before the host has seen the last result. `run` only enqueues
-work; `PendingStep.wait` brings the result. Does not schedule, and knows no other replica.
+Owns the device tables of the rows: block tables, last tokens and sampling parameters, a pure function of the plans received.
+Sampled tokens stay on the device for the next step, so a plan may follow before the host has seen the last result. `run`
+only enqueues work; `PendingStep.wait` brings the result. Does not schedule, and knows no other replica.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from engine.cuda_graph import GraphRunner, capture_sizes
+from engine.cuda_graph import GraphRunner, Key, capture_sizes
 from engine.fidelity import FidelityProbe
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
-from engine.sampler import TokenScores, sample, score
+from engine.sampler import TokenScores, count_tokens, score
 from engine.sampling_state import Matcher, SamplingState
-from engine.speculative import DecodeLines, Drafter, DraftRows, Ratio, count_accepted
+from engine.speculative import DecodeLines, Drafter, DraftRows, count_accepted
 from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
@@ -31,7 +32,7 @@ from models.config import ModelConfig
 from models.parallel import ParallelContext
 
 CONTEXT_TOKENS = 8192  # cached tokens expanded at once before a prefill chunk; bounds the workspace of long contexts
-_SCORED_BYTES = 64 << 20  # logits of prompt tokens held at once
+_SCORED_BYTES = 64 << 20  # logits held at once for log probabilities
 
 BROKEN_ROW = "the model's output for this sequence is not finite, or no token is allowed"
 
@@ -133,25 +134,47 @@ class _Timer:
         return self._events[0].elapsed_time(self._events[1]) / 1e3
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Device inputs of a step, made by `ModelRunner._fill` alone.
+class _Sequences(NamedTuple):
+    """What a step is told of its B decode sequences, int64 [B] each; the rows of one array.
 
-    sample_index, sample_rows, sample_positions: int64 [n]  line of the hidden states, row, and position of the new token;
-        all lines of the decode sequences first, then one of each prefill that is sampled
-    drafts: int64 [B, S - 1] the drafts under verification, num_drafts int64 [B]; both None when there are none
-    next_ids: int64 [T] the known token after each prefill line (draft layer), 0 where it is sampled; None without drafting
-    draft_rows: one entry a sampled sequence, `lines` being each sequence's first line; None without drafting
+    row: of the tables; start: position of the first line; num_drafts: to verify
+    in_flight: 1 where `start` is a lower bound, to which the accepted drafts of the step before come
+    num_slots: in the row's block table, 0 for a padded sequence; token: of the first line, -1: the one sampled last
     """
 
-    batch: ForwardBatch
-    sample_index: torch.Tensor
-    sample_rows: torch.Tensor
-    sample_positions: torch.Tensor
-    drafts: torch.Tensor | None
-    num_drafts: torch.Tensor | None
-    next_ids: torch.Tensor | None
-    draft_rows: DraftRows | None
+    row: torch.Tensor
+    start: torch.Tensor
+    num_drafts: torch.Tensor
+    in_flight: torch.Tensor
+    num_slots: torch.Tensor
+    token: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """The prompt chunks of a step, L lines.
+
+    ids, positions, slots, next_ids: int64 [L]; next_ids: the token after each line (draft layer), 0 where it is sampled
+    sampled: int64 [N] lines whose next token is sampled, with their rows and slots in the block table, int64 [N]
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    next_ids: torch.Tensor
+    sampled: torch.Tensor
+    rows: torch.Tensor
+    num_slots: torch.Tensor
+    metadata: PrefillMetadata
+
+
+class _Done(NamedTuple):
+    """What a step leaves: hidden states [T, D]; tokens int64 [n] of all sampled lines, those of the decode sequences first, -1
+    for a broken line; accepted int64 [B] drafts of each decode sequence, None where nothing was drafted."""
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    accepted: torch.Tensor | None
 
 
 class ModelRunner:
@@ -192,25 +215,24 @@ class ModelRunner:
         self._host_table = np.full((max_num_seqs, max_blocks), cache.null_block, dtype=np.int32)
         self._num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self._max_slots = np.zeros(max_num_seqs, dtype=np.int64)  # tokens of a row that are ever computed
-        self._block_table = torch.full((max_num_seqs, max_blocks), cache.null_block, dtype=torch.int32, device=device)
-        self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self._accepted = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)  # drafts, in the row's last verification
+        rows = max_num_seqs + 1  # the last one pads
+        self._block_table = torch.full((rows, max_blocks), cache.null_block, dtype=torch.int32, device=device)
+        self._last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(rows, dtype=torch.int64, device=device)  # drafts, in the row's last verification
         self._leads = parallel.tp_rank == 0
-        self._sampling = SamplingState(self._vocab_size, device, matcher)
+        self._sampling = SamplingState(self._vocab_size, max_num_seqs, device, matcher)
         self._unmatched: list[tuple[PendingStep, int, Matcher]] = []  # (step, line, matcher) of tokens no grammar has seen
-        self._graphs: GraphRunner | None = None
+        self._graphs: GraphRunner[_Done] | None = None
         self._probe = probe
         self._drafter: Drafter | None = None
         if num_speculative_tokens:
             self._drafter = Drafter(
                 model,
+                self._sampling.table,
                 depth=num_speculative_tokens,
-                max_num_seqs=max_num_seqs,
-                vocab_size=self._vocab_size,
                 ratio=ratio_acceptance,
                 num_heads=self._local_heads,
                 fmt=cache.format,
-                device=device,
             )
 
     @torch.inference_mode()
@@ -225,30 +247,27 @@ class ModelRunner:
         if plan.agreement is not None and not plan.agreement.any_work:
             timer.stop()
             return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)]), [], timer)
-        inputs = self._fill(plan)
-        hidden = self._forward(plan, inputs.batch)
         sampled_rows = [step.row for step in plan.decodes for _ in range(plan.query_len)]
         sampled_rows += [step.row for step in plan.prefills if step.sample]
-        scored = self._score_prompts(plan, hidden)
-        tokens = torch.empty(len(sampled_rows), dtype=torch.int64, device=self.device)
-        matchers: dict[int, Matcher] = {}
-        accepted: torch.Tensor | None = None
-        if sampled_rows:
-            logits = self.model.logits(hidden.index_select(0, inputs.sample_index))
-            if self._leads:
-                matchers = self._matchers(sampled_rows)
-                tokens = self._sample(logits, inputs, sampled_rows, scored)
-            tokens = self.parallel.tp_broadcast(tokens)
-            accepted = self._keep_tokens(plan, inputs, tokens)
-        if self._drafter is not None:
-            self._draft(plan, inputs, hidden, tokens, accepted)
+        matchers = self._follow_grammars(sampled_rows)
+        if self._probe is not None:
+            self._probe.follow(plan)
+        sequences = self._sequences_of(plan)
+        key = self._graph_of(plan)
+        if self._graphs is not None and key is not None:
+            done = self._graphs.replay(key, sequences)
+        else:
+            done = self._run_eagerly(plan, sequences)
+        tokens = done.tokens[: len(sampled_rows)]
+        accepted = done.accepted[: len(plan.decodes)] if done.accepted is not None else None
+        scored = self._score_prompts(plan, done.hidden) + self._score_samples(plan, done.hidden, tokens, sampled_rows)
         errors = self._probe.errors() if self._probe is not None and self._leads else None
         timer.stop()
         pending = PendingStep(
             plan,
             sampled_rows,
             {step.row: step.prompt_logprobs for step in plan.prefills if step.prompt_logprobs is not None},
-            {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None} if self._leads else {},
+            {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None},
             HostCopy(
                 [tokens, *([accepted] if accepted is not None else []), *(t for _, part in scored for t in part.tensors())]
                 + ([errors] if errors is not None else [])
@@ -262,30 +281,21 @@ class ModelRunner:
         self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
         return pending
 
-    def _forward(self, plan: StepPlan, batch: ForwardBatch) -> torch.Tensor:
-        if self._graphs is None:
-            return self.model.forward(batch)
-        return self._graphs.forward(batch, self._sequences_to_replay(plan))
-
     def capture_graphs(self, *, show_progress: bool, sizes: list[int] | None = None, fast_start: bool = False) -> float:
         """Capture the decode steps (engine/cuda_graph.py); returns the seconds it took. Every rank captures the same.
 
         sizes: numbers of sequences, ascending; None takes what covers all batches
         fast_start: few of them now, the others by `capture_next_graph`
         """
+        padding = np.array([len(self._num_blocks), 0, 0, 0, 0, 0], dtype=np.int64)  # a row of its own, without slots
         self._graphs = GraphRunner(
-            self.model.forward,
-            self.cache.layers,
+            lambda sequences, query_len: self._step(sequences, query_len, depth=self._depth_behind(query_len)),
+            padding,
             sizes=sizes or capture_sizes(len(self._num_blocks)),
             query_lens=(1,) if self._drafter is None else (1, 1 + self._drafter.depth),
-            max_blocks=self._block_table.shape[1],
-            null_block=self.cache.null_block,
-            num_heads=self._local_heads,
-            fmt=self.cache.format,
             device=self.device,
             agree=self._all_ranks,
             fast_start=fast_start,
-            drafter=self._drafter,
             probe=self._probe,
         )
         return self._graphs.capture(show_progress)
@@ -317,47 +327,17 @@ class ModelRunner:
     def _all_ranks(self, could: bool) -> bool:
         return bool(self.parallel.ep_all_gather(torch.tensor([int(could)], device=self.device)).min())
 
-    def _keep_tokens(self, plan: StepPlan, inputs: _Inputs, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Store each sequence's last token. Returns the accepted drafts of each decode sequence, None without drafts."""
-        if inputs.drafts is None or inputs.num_drafts is None:
-            self._last_tokens.index_copy_(0, inputs.sample_rows, tokens.clamp(min=0))
-            return None
-        num_lines, query_len = len(plan.decodes) * plan.query_len, plan.query_len
-        targets = tokens[:num_lines].view(-1, query_len)
-        accepted = count_accepted(targets, inputs.drafts, inputs.num_drafts)
-        last = torch.cat((targets.gather(1, accepted[:, None])[:, 0], tokens[num_lines:]))
-        rows = torch.cat((inputs.sample_rows[:num_lines:query_len], inputs.sample_rows[num_lines:]))
-        self._last_tokens.index_copy_(0, rows, last.clamp(min=0))
-        self._accepted.index_copy_(0, rows[: len(accepted)], accepted)
-        return accepted
+    def _graph_of(self, plan: StepPlan) -> Key | None:
+        """The graph that the step replays, chosen by what the replicas agreed on; None when it runs eagerly."""
+        decode_only, sequences = not plan.prefills, len(plan.decodes)
+        if plan.agreement is not None:
+            decode_only, sequences = plan.agreement.decode_only, plan.agreement.sequences
+        return self._graphs.key_of(sequences, plan.query_len) if self._graphs is not None and decode_only else None
 
-    def _draft(
-        self, plan: StepPlan, inputs: _Inputs, hidden: torch.Tensor, tokens: torch.Tensor, accepted: torch.Tensor | None
-    ) -> None:
-        """Bring the draft layer up to date with the step and draft for the next one."""
-        assert self._drafter is not None and inputs.next_ids is not None and inputs.draft_rows is not None
-        inputs.next_ids.index_copy_(0, inputs.sample_index, tokens.clamp(min=0))
-        rows = inputs.draft_rows
-        depth = plan.agreement.draft_depth if plan.agreement is not None else plan.draft_depth
-        sequences = self._sequences_to_replay(plan)
-        graphs = self._graphs if sequences is not None else None
-        if (
-            graphs is not None
-            and depth == graphs.draft_depth(plan.query_len)
-            and graphs.draft(sequences or 0, plan.query_len, inputs.next_ids, accepted, rows)
-        ):
-            return
-        if accepted is not None:
-            count = len(plan.decodes)
-            behind = torch.nn.functional.pad(accepted, (0, len(rows.rows) - count))
-            rows = replace(rows, lines=rows.lines + behind, positions=rows.positions + behind)
-        self._drafter.draft(inputs.batch, hidden, inputs.next_ids, accepted, rows, depth=depth)
-
-    def _sequences_to_replay(self, plan: StepPlan) -> int | None:
-        """Sequences that a graph of this step must hold, the most of any replica; None when any replica has prefill."""
-        if plan.agreement is None:
-            return None if plan.prefills else len(plan.decodes)
-        return plan.agreement.sequences if plan.agreement.decode_only else None
+    def _depth_behind(self, query_len: int) -> int:
+        """Drafts that a graph makes: none where none are verified, so that a batch for which speculation is off only keeps the
+        draft layer up to date."""
+        return self._drafter.depth if self._drafter is not None and query_len > 1 else 0
 
     # ---- rows
 
@@ -365,138 +345,183 @@ class ModelRunner:
         """Follow the plan's differences: freed rows, then new sequences, then new blocks on the host's table."""
         for row in plan.freed_rows:
             self._num_blocks[row] = 0
-            if self._leads:
-                self._sampling.free(row)
+            self._sampling.free(row)
         for new in plan.new_sequences:
             self._num_blocks[new.row] = 0
             most = new.params.max_tokens
             # The last token of all is sampled but not computed.
             self._max_slots[new.row] = self._max_model_len if most is None else new.num_prompt_tokens + most - 1
-            if self._leads:
-                self._sampling.start(new)
-        if self._drafter is not None:
-            self._drafter.start(plan.new_sequences)
+        self._sampling.start(plan.new_sequences)
+        rows: list[int] = []
+        columns: list[int] = []
+        blocks: list[int] = []
         for step in (*plan.decodes, *plan.prefills):
             if step.new_blocks:
                 first, count = int(self._num_blocks[step.row]), len(step.new_blocks)
-                self._host_table[step.row, first : first + count] = step.new_blocks
                 self._num_blocks[step.row] = first + count
+                rows += [step.row] * count
+                columns += range(first, first + count)
+                blocks += step.new_blocks
+        if blocks:  # in most steps no sequence grows into another block
+            where, values = (np.array(rows), np.array(columns)), np.array(blocks, dtype=np.int32)
+            self._host_table[where] = values
+            d_rows, d_columns, d_blocks = to_device([*where, values], self.device)
+            self._block_table.index_put_((d_rows, d_columns), d_blocks)
 
     # ---- inputs
 
-    def _fill(self, plan: StepPlan) -> _Inputs:
-        """Write the device inputs of a step: everything travels in one copy."""
-        decodes, prefills, query_len = plan.decodes, plan.prefills, plan.query_len
-        num_decodes, num_lines = len(decodes), len(decodes) * plan.query_len
-        ids, positions, token_rows, live = _tokens_of(plan)
-        slots = self._host_table[token_rows, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
-        slots[~live] = -1
-        decode_rows = token_rows[:num_lines:query_len]
-        num_drafts = np.array([step.num_drafts for step in decodes], dtype=np.int64)
-        seq_lens = (positions[:num_lines:query_len] + 1 + num_drafts).astype(np.int32)
-        chunk_lens = np.array([step.num_tokens for step in prefills], dtype=np.int64)
-        chunk_ends = num_lines + np.cumsum(chunk_lens)
-        sampled = np.array([step.sample for step in prefills], dtype=bool)
-        last_lines = np.concatenate((np.arange(num_lines), (chunk_ends - 1)[sampled]))
-        contexts = np.array([step.num_computed for step in prefills], dtype=np.int64)
-        pieces = plan_context(contexts, self._context_tokens)
-        prefill_rows = np.array([step.row for step in prefills], dtype=np.int64)
-        first_lines = np.concatenate((np.arange(0, num_lines, query_len), (chunk_ends - 1)[sampled]))  # of each sequence
-        draft_rows = token_rows[first_lines]
-        ahead = np.array([step.drafts_in_flight > 0 for step in decodes], dtype=np.int64)
+    def _sequences_of(self, plan: StepPlan) -> np.ndarray:
+        """The decode sequences of a step, int64 [6, B] in the order of _Sequences."""
+        steps = plan.decodes
+        rows = np.array([s.row for s in steps], dtype=np.int64)
+        columns = [
+            rows,
+            [s.num_computed for s in steps],
+            [s.num_drafts for s in steps],
+            [s.drafts_in_flight > 0 for s in steps],
+            self._slots_of(rows),
+            [s.token_ids[0] if s.token_ids else -1 for s in steps],
+        ]
+        return np.array(columns, dtype=np.int64)
 
-        arrays = [
-            ids, positions, slots,
-            decode_rows, seq_lens, num_drafts,
-            prefill_rows, _cumulative(chunk_lens),
-            last_lines, token_rows[last_lines], positions[last_lines] + 1,
-            *_new_blocks_of(plan, self._num_blocks),
-            *(part for starts, lens in pieces for part in (starts.astype(np.int32), _cumulative(lens))),
-        ]  # fmt: skip
-        num_pieces = 2 * len(pieces)
-        if query_len > 1:
-            arrays += [live, (num_drafts + 1).astype(np.int32)]
-        if self._drafter is not None:
-            num_slots = np.minimum(self._num_blocks[draft_rows] * BLOCK_SIZE, self._max_slots[draft_rows])
-            arrays += [_next_ids_of(plan), first_lines, draft_rows, positions[first_lines], num_slots, ahead]
+    def _slots_of(self, rows: np.ndarray) -> np.ndarray:
+        return np.minimum(self._num_blocks[rows] * BLOCK_SIZE, self._max_slots[rows])
+
+    def _run_eagerly(self, plan: StepPlan, sequences: np.ndarray) -> _Done:
+        """Make the step's call with whatever lengths the plan has. Everything travels in one copy."""
+        rows = [*sequences[0], *(s.row for s in plan.prefills)]
+        width = int(self._num_blocks[rows].max()) if rows else 1  # of the block tables
+        pieces = plan_context(np.array([s.num_computed for s in plan.prefills], dtype=np.int64), self._context_tokens)
+        arrays = [sequences] + (self._chunk_arrays(plan, pieces) if plan.prefills else [])
         moved = to_device(arrays, self.device)
-        d_ids, d_positions, d_slots, d_decode_rows, d_seq_lens, d_num_drafts, d_prefill_rows, cu_lens_q = moved[:8]
-        sample_index, sample_rows, sample_positions, table_rows, table_columns, table_blocks = moved[8:14]
-        context_parts, rest = moved[14 : 14 + num_pieces], moved[14 + num_pieces :]
-        row_mask, num_query = (rest.pop(0), rest.pop(0)) if query_len > 1 else (None, None)
+        chunks = self._chunks(plan, pieces, moved[1:], width) if plan.prefills else None
+        depth, ep_rows = plan.draft_depth, plan.num_lines
+        if plan.agreement is not None:
+            depth, ep_rows = plan.agreement.draft_depth, plan.agreement.rows
+        return self._step(moved[0], plan.query_len, chunks, depth=depth, width=width, ep_rows=ep_rows)
 
-        if table_rows.numel():  # in most steps no sequence grows into another block
-            self._block_table.index_put_((table_rows, table_columns), table_blocks)
-        decode_table = self._table_of(d_decode_rows, decode_rows)
-        next_ids = rows = d_ahead = None
+    def _chunk_arrays(self, plan: StepPlan, pieces: list[tuple[np.ndarray, np.ndarray]]) -> list[np.ndarray]:
+        """Host arrays of the prompt chunks, as `_chunks` takes them; pieces: of their contexts."""
+        steps = plan.prefills
+        lens = np.array([s.num_tokens for s in steps], dtype=np.int64)
+        rows = np.array([s.row for s in steps], dtype=np.int64)
+        starts = np.array([s.num_computed for s in steps], dtype=np.int64)
+        ends = np.cumsum(lens)
+        ids = np.concatenate([np.array(s.token_ids, dtype=np.int64) for s in steps])
+        positions = np.arange(len(ids)) + np.repeat(starts - (ends - lens), lens)
+        blocks = self._host_table[np.repeat(rows, lens), positions // BLOCK_SIZE].astype(np.int64)
+        next_ids = np.zeros_like(ids)
+        for end, length, step in zip(ends, lens, steps):
+            next_ids[end - length : end - length + len(step.next_token_ids)] = step.next_token_ids
+        sampled = np.array([s.sample for s in steps], dtype=bool)
+        arrays = [ids, positions, blocks * BLOCK_SIZE + positions % BLOCK_SIZE, next_ids]
+        arrays += [(ends - 1)[sampled], rows[sampled], self._slots_of(rows[sampled]), rows, _cumulative(lens)]
+        return arrays + [part for firsts, sizes in pieces for part in (firsts.astype(np.int32), _cumulative(sizes))]
+
+    def _chunks(
+        self, plan: StepPlan, pieces: list[tuple[np.ndarray, np.ndarray]], moved: list[torch.Tensor], width: int
+    ) -> _Chunks:
+        """`_chunk_arrays` on the device."""
+        ids, positions, slots, next_ids, sampled, sampled_rows, num_slots, rows, cu_lens_q, *parts = moved
+        lens = [step.num_tokens for step in plan.prefills]
+        context = [
+            ContextPiece(starts, cu_lens, int(sizes.sum()), int(sizes.max()), sizes.tolist())
+            for starts, cu_lens, (_, sizes) in zip(parts[::2], parts[1::2], pieces)
+        ]
+        metadata = PrefillMetadata(self._tables(rows, width), cu_lens_q, max(lens), context, lens)
+        return _Chunks(ids, positions, slots, next_ids, sampled, sampled_rows, num_slots, metadata)
+
+    def _tables(self, rows: torch.Tensor, width: int | None) -> torch.Tensor:
+        """int32 [n, width]: the first blocks of some rows' tables, None: all."""
+        return self._block_table[:, :width].index_select(0, rows)
+
+    # ---- the step
+
+    def _step(
+        self,
+        sequences: torch.Tensor,
+        query_len: int,
+        chunks: _Chunks | None = None,
+        *,
+        depth: int,
+        width: int | None = None,
+        ep_rows: int | None = None,
+    ) -> _Done:
+        """All that a step does on the device. Without chunks it can be captured: nothing here waits for the device.
+
+        sequences: int64 [6, B] in the order of _Sequences, query_len lines each; depth: drafts to make
+        width: blocks of a row that are in use; ep_rows: lines that the ranks agreed on, None: this rank's
+        """
+        seqs = _Sequences(*sequences.unbind(0))
+        count = len(seqs.row)
+        num_lines = count * query_len
+        table = self._tables(seqs.row, width)
+        starts, drafts = seqs.start, None
         if self._drafter is not None:
-            next_ids, d_lines, d_rows, d_starts, d_num_slots, d_ahead = rest
-            if ahead.any():
-                # Of these sequences the plan knows a lower bound, the device how many drafts came on top.
-                d_ahead = d_ahead * self._accepted.index_select(0, d_decode_rows)
-                d_starts = torch.cat((d_starts[:num_decodes] + d_ahead, d_starts[num_decodes:]))
-                at = DecodeLines.at(d_starts[:num_decodes], d_num_drafts, d_num_slots[:num_decodes], decode_table, query_len)
-                d_seq_lens, d_num_drafts = at.seq_lens, at.num_drafts
-                d_positions = _with_front(d_positions, at.positions)
-                d_slots = _with_front(d_slots, at.slots)
-                sample_positions = _with_front(sample_positions, at.positions + 1)
-                if row_mask is not None:
-                    row_mask = _with_front(row_mask, at.live)
-                    num_query = (d_num_drafts + 1).to(torch.int32)
-            rows = DraftRows(d_lines, d_rows, d_starts, d_num_slots, self._table_of(d_rows, draft_rows))
-        # A negative id stands for the token this rank sampled last for the row; only decode rows have one.
-        lines = d_ids[:num_lines].view(num_decodes, query_len)
-        known = lines[:, 0]
-        known.copy_(torch.where(known < 0, self._last_tokens.index_select(0, d_decode_rows), known))
-        drafts = None
+            starts = starts + seqs.in_flight * self._accepted.index_select(0, seqs.row)
+        at = DecodeLines.at(starts, seqs.num_drafts, seqs.num_slots, table, query_len)
+        ids = torch.where(seqs.token < 0, self._last_tokens.index_select(0, seqs.row), seqs.token)[:, None]
         if query_len > 1:
             assert self._drafter is not None, "the plan has drafts, this runner makes none"
-            drafts = self._drafter.tokens.index_select(0, d_decode_rows)[:, : query_len - 1]
-            lines[:, 1:] = drafts
-
-        prefill = None
-        if prefills:
-            context = [
-                ContextPiece(starts, cu_lens, int(lens.sum()), int(lens.max()), lens.tolist())
-                for starts, cu_lens, (_, lens) in zip(context_parts[::2], context_parts[1::2], pieces)
-            ]
-            table = self._table_of(d_prefill_rows, prefill_rows)
-            prefill = PrefillMetadata(table, cu_lens_q, int(chunk_lens.max()), context, chunk_lens.tolist())
+            drafts = self._drafter.verified(seqs.row, at.num_drafts, query_len)
+            ids = torch.cat((ids, drafts.tokens), dim=1)
+        ids, positions, slots, live = (lines.flatten() for lines in (ids, at.positions, at.slots, at.live))
+        rows, last_rows, num_slots = seqs.row[:, None].expand(-1, query_len).flatten(), seqs.row, seqs.num_slots
+        lines = torch.arange(num_lines, device=self.device)  # that are sampled
+        if chunks is not None:
+            ids, positions = torch.cat((ids, chunks.ids)), torch.cat((positions, chunks.positions))
+            slots, live = torch.cat((slots, chunks.slots)), torch.cat((live, torch.ones_like(chunks.slots, dtype=torch.bool)))
+            rows, last_rows = torch.cat((rows, chunks.rows)), torch.cat((last_rows, chunks.rows))
+            num_slots, lines = torch.cat((num_slots, chunks.num_slots)), torch.cat((lines, num_lines + chunks.sampled))
         decode_plan = None
-        if decodes:
-            decode_plan = ops.plan_decode(d_seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
+        if count:
+            decode_plan = ops.plan_decode(at.seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
         attention = AttentionMetadata(
-            num_decode_seqs=num_decodes,
+            num_decode_seqs=count,
             query_len=query_len,
-            slots=d_slots,
-            block_table=decode_table,
-            seq_lens=d_seq_lens,
-            num_query=num_query,
+            slots=slots,
+            block_table=table,
+            seq_lens=at.seq_lens,
+            num_query=(at.num_drafts + 1).to(torch.int32) if query_len > 1 else None,
             decode_plan=decode_plan,
-            prefill=prefill,
+            prefill=chunks.metadata if chunks is not None else None,
         )
-        ep_rows = plan.agreement.rows if plan.agreement is not None else len(ids)
-        if self._probe is not None:
-            self._probe.follow(plan)
         batch = ForwardBatch(
-            d_ids, d_positions, attention, self.cache.layers, row_mask=row_mask, ep_rows=ep_rows, probe=self._probe
+            ids, positions, attention, self.cache.layers, row_mask=live, ep_rows=ep_rows or len(ids), probe=self._probe
         )
-        return _Inputs(
-            batch, sample_index, sample_rows, sample_positions, drafts, d_num_drafts if query_len > 1 else None, next_ids, rows
-        )
+        hidden = self.model.forward(batch)
+        tokens = torch.empty(len(lines), dtype=torch.int64, device=self.device)
+        if len(lines):
+            logits = self.model.logits(hidden.index_select(0, lines) if chunks is not None else hidden)
+            if self._leads:
+                tokens = ops.choose_tokens(logits, positions.index_select(0, lines) + 1, rows, self._sampling.table, drafts)
+            tokens = self.parallel.tp_broadcast(tokens)
 
-    def _table_of(self, device_rows: torch.Tensor, host_rows: np.ndarray) -> torch.Tensor:
-        """int32 [rows, widest]: block tables of some rows, cut to the longest of them."""
-        widest = int(self._num_blocks[host_rows].max()) if len(host_rows) else 1
-        return self._block_table[:, :widest].index_select(0, device_rows)
+        # The last token of each sequence; what lines behind a rejected draft sampled is dropped.
+        last, kept, accepted = torch.arange(len(tokens), device=self.device), None, None
+        if drafts is not None:
+            accepted = count_accepted(tokens[:num_lines].view(count, query_len), drafts.tokens, drafts.counts)
+            self._accepted.index_copy_(0, seqs.row, accepted)
+            kept = (torch.arange(query_len, device=self.device) <= accepted[:, None]).flatten()
+            kept = torch.nn.functional.pad(kept, (0, len(tokens) - num_lines), value=True)
+            last = torch.cat((last[:num_lines:query_len] + accepted, last[num_lines:]))
+        count_tokens(self._sampling.table, rows, tokens, kept)
+        next_ids = tokens.clamp(min=0)
+        self._last_tokens.index_copy_(0, last_rows, next_ids.index_select(0, last))
+        if self._drafter is not None:
+            if chunks is not None:
+                of_chunks = chunks.next_ids.index_copy(0, chunks.sampled, next_ids[num_lines:])
+                next_ids = torch.cat((next_ids[:num_lines], of_chunks))
+                last, table = lines.index_select(0, last), self._tables(last_rows, width)
+            draft_rows = DraftRows(last, last_rows, positions.index_select(0, last), num_slots, table)
+            self._drafter.draft(batch, hidden, next_ids, accepted, draft_rows, depth=depth)
+        return _Done(hidden, tokens, accepted)
 
     # ---- outputs
 
-    def _matchers(self, rows: list[int]) -> dict[int, Matcher]:
-        """Line -> matcher of the rows with a grammar, which have now seen every token before this step's.
-
-        The forward pass is already enqueued, so waiting for an earlier step's tokens leaves no gap on the device.
-        """
+    def _follow_grammars(self, rows: list[int]) -> dict[int, Matcher]:
+        """Line -> matcher of the rows with a grammar. They have now seen every token before this step's, since such a row
+        sits out the step behind one of its own, and its next tokens are masked."""
         if not self._sampling.any_grammar:
             return {}
         for pending, line, matcher in self._unmatched:
@@ -505,135 +530,49 @@ class ModelRunner:
         self._unmatched = []
         # A row with a grammar verifies no drafts, so only its first line counts.
         first_lines = {row: line for line, row in reversed(list(enumerate(rows)))}
-        return {line: m for row, line in first_lines.items() if (m := self._sampling.matcher(row)) is not None}
+        matchers = {row: m for row in first_lines if (m := self._sampling.matcher(row)) is not None}
+        self._sampling.mask_grammars(matchers)
+        return {first_lines[row]: matcher for row, matcher in matchers.items()}
 
-    def _sample(
-        self, logits: torch.Tensor, inputs: _Inputs, rows: list[int], scored: list[tuple[bool, _Scored]]
-    ) -> torch.Tensor:
-        """Sample `rows`, one line of FP32 logits [n, vocab] each; log probabilities are added to `scored`."""
-        batch = self._sampling.with_grammars(self._sampling.batch(rows), rows)
-        ratio = None
-        if self._drafter is not None and inputs.drafts is not None and inputs.num_drafts is not None:
-            ratio = self._drafter.ratio(inputs.drafts, inputs.num_drafts, inputs.sample_rows)
-        if inputs.drafts is not None and batch.penalties is not None:
-            tokens = self._sample_in_order(logits, inputs, rows, ratio)
-        else:
-            drawer = ratio.draw if ratio is not None else None
-            tokens = sample(logits, inputs.sample_positions, batch, self._sampling.counts, drawer=drawer)
-        if batch.logprob_rows is not None:
-            lines = batch.logprob_rows
-            wanted = [row for row in rows if self._sampling.num_logprobs(row) is not None]
-            chosen = tokens.index_select(0, lines)
-            scores = score(logits.index_select(0, lines), chosen, batch.num_logprobs)
-            scored.append((False, _Scored(wanted, chosen, scores)))
-        return tokens
+    def _score_samples(
+        self, plan: StepPlan, hidden: torch.Tensor, tokens: torch.Tensor, rows: list[int]
+    ) -> list[tuple[bool, _Scored]]:
+        """Log probabilities of the sampled tokens whose requests want them, from logits of their own."""
+        wanted = [line for line, row in enumerate(rows) if self._sampling.num_logprobs(row) is not None]
+        if not wanted:
+            return []
+        num_lines = len(plan.decodes) * plan.query_len
+        ends = num_lines + np.cumsum([step.num_tokens for step in plan.prefills])
+        sampled = [int(end) - 1 for end, step in zip(ends, plan.prefills) if step.sample]
+        lines = [*range(num_lines), *sampled]
+        picked, of_hidden = to_device([np.array(wanted), np.array([lines[line] for line in wanted])], self.device)
+        scored_rows = [rows[line] for line in wanted]
+        num_top = max(self._sampling.num_logprobs(row) or 0 for row in scored_rows)
+        return self._scores(hidden.index_select(0, of_hidden), tokens.index_select(0, picked), scored_rows, num_top, False)
 
-    def _sample_in_order(self, logits: torch.Tensor, inputs: _Inputs, rows: list[int], ratio: Ratio | None) -> torch.Tensor:
-        """Sample the lines of decode sequences one after the other, since penalties count the tokens before.
-
-        A sequence's tokens count up to its first rejected draft; what is drawn behind it is dropped anyway.
-        """
-        drafts, num_drafts = inputs.drafts, inputs.num_drafts
-        assert drafts is not None and num_drafts is not None
-        num_sequences, query_len = len(drafts), drafts.shape[1] + 1
-        num_lines = num_sequences * query_len
-        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
-        firsts = torch.arange(0, num_lines, query_len, device=self.device)
-        live: torch.Tensor | None = None
-        for index in range(query_len):
-            lines, part = firsts + index, rows[:num_lines:query_len]
-            if not index:
-                lines = torch.cat((lines, torch.arange(num_lines, len(rows), device=self.device)))
-                part = part + rows[num_lines:]
-            batch = self._sampling.with_grammars(self._sampling.batch(part), part)
-            drawn = sample(
-                logits.index_select(0, lines),
-                inputs.sample_positions.index_select(0, lines),
-                batch,
-                self._sampling.counts,
-                live,
-                ratio.lines(lines).draw if ratio is not None else None,
-            )
-            tokens.index_copy_(0, lines, drawn)
-            if index < query_len - 1:
-                accepts = (drawn[:num_sequences] == drafts[:, index]) & (index < num_drafts)
-                live = accepts if live is None else live & accepts
-        return tokens
-
-    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[bool, _Scored]]:
-        """Log probabilities of the prompt tokens that follow each token of a chunk, a bounded number of rows at a time."""
+    def _scores(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, rows: list[int], num_top: int, of_prompt: bool
+    ) -> list[tuple[bool, _Scored]]:
+        """Log probabilities of one token behind each hidden state, a bounded number of rows at a time; the leader's alone."""
         scored: list[tuple[bool, _Scored]] = []
-        start = len(plan.decodes) * plan.query_len
-        lines_at_once = max(1, _SCORED_BYTES // (4 * self._vocab_size))
-        for step in plan.prefills:
-            if step.prompt_logprobs is not None and step.next_token_ids:
-                (following,) = to_device([np.array(step.next_token_ids, dtype=np.int64)], self.device)
-                for at in range(0, len(step.next_token_ids), lines_at_once):
-                    tokens = following[at : at + lines_at_once]
-                    logits = self.model.logits(hidden[start + at : start + at + len(tokens)])
-                    if self._leads:
-                        scores = score(logits, tokens, step.prompt_logprobs)
-                        scored.append((True, _Scored([step.row] * len(tokens), tokens, scores)))
-            start += step.num_tokens
+        at_once = max(1, _SCORED_BYTES // (4 * self._vocab_size))
+        for at in range(0, len(rows), at_once):
+            logits = self.model.logits(hidden[at : at + at_once])
+            if self._leads:
+                part = tokens[at : at + at_once]
+                scored.append((of_prompt, _Scored(rows[at : at + at_once], part, score(logits, part, num_top))))
         return scored
 
-
-def _with_front(values: torch.Tensor, front: torch.Tensor) -> torch.Tensor:
-    """`values` [T] with its first elements replaced by those of `front`."""
-    return front.flatten() if front.numel() == len(values) else torch.cat((front.flatten(), values[front.numel() :]))
-
-
-def _tokens_of(plan: StepPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """(token ids, positions, rows: int64 [T]; live: bool [T]) of every line, decode sequences first.
-
-    The id is -1 where the rank knows the token. Padding behind a sequence's drafts is not live, and stays at its last
-    live position, so that no position lies outside the tables.
-    """
-    decodes, prefills, query_len = plan.decodes, plan.prefills, plan.query_len
-    count = len(decodes)
-    first_ids = np.fromiter((s.token_ids[0] if s.token_ids else -1 for s in decodes), np.int64, count)
-    starts = np.fromiter((s.num_computed for s in decodes), np.int64, count)
-    rows = np.fromiter((s.row for s in decodes), np.int64, count)
-    live = np.ones(count, dtype=bool)
-    parts = [first_ids, starts, rows]
-    if query_len > 1:
-        num_drafts = np.fromiter((s.num_drafts for s in decodes), np.int64, count)[:, None]
-        offsets = np.arange(query_len)
-        ids = np.where(offsets > 0, 0, first_ids[:, None])
-        parts = [ids.ravel(), (starts[:, None] + np.minimum(offsets, num_drafts)).ravel(), rows.repeat(query_len)]
-        live = (offsets <= num_drafts).ravel()
-    if prefills:
-        chunks = [
-            [np.array(s.token_ids, dtype=np.int64) for s in prefills],
-            [np.arange(s.num_computed, s.num_computed + s.num_tokens) for s in prefills],
-            [np.full(s.num_tokens, s.row, dtype=np.int64) for s in prefills],
-        ]
-        parts = [np.concatenate((part, *chunk)) for part, chunk in zip(parts, chunks)]
-        live = np.concatenate((live, np.ones(len(parts[0]) - len(live), dtype=bool)))
-    return parts[0], parts[1], parts[2], live
-
-
-def _next_ids_of(plan: StepPlan) -> np.ndarray:
-    """int64 [T] the token after each prefill line as the plan tells it; 0 on decode lines and where it is sampled."""
-    ids = np.zeros(plan.num_lines, dtype=np.int64)
-    start = len(plan.decodes) * plan.query_len
-    for step in plan.prefills:
-        ids[start : start + len(step.next_token_ids)] = step.next_token_ids
-        start += step.num_tokens
-    return ids
-
-
-def _new_blocks_of(plan: StepPlan, num_blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(row int64, column int64, block int32) of every block the plan adds; num_blocks counts them already."""
-    rows: list[int] = []
-    columns: list[int] = []
-    blocks: list[int] = []
-    for step in (*plan.decodes, *plan.prefills):
-        if count := len(step.new_blocks):
-            rows += [step.row] * count
-            columns += range(int(num_blocks[step.row]) - count, int(num_blocks[step.row]))
-            blocks += step.new_blocks
-    return np.array(rows, np.int64), np.array(columns, np.int64), np.array(blocks, np.int32)
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[bool, _Scored]]:
+        """Log probabilities of the prompt tokens that follow each token of a chunk."""
+        scored: list[tuple[bool, _Scored]] = []
+        start = len(plan.decodes) * plan.query_len
+        for step in plan.prefills:
+            if step.prompt_logprobs is not None and (count := len(step.next_token_ids)):
+                (following,) = to_device([np.array(step.next_token_ids, dtype=np.int64)], self.device)
+                scored += self._scores(hidden[start : start + count], following, [step.row] * count, step.prompt_logprobs, True)
+            start += step.num_tokens
+        return scored
 
 
 def _cumulative(lens: np.ndarray) -> np.ndarray:

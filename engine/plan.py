@@ -105,12 +105,11 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def query_len(self) -> int:
-        """Lines of every decode sequence; those with fewer drafts than others are padded. The last drafts before the end of
-        all sequences are padded too, since a step of the usual shape has a graph."""
+        """Lines of every decode sequence, as many as the most drafts that are verified or made: steps with drafts all have the
+        shape of their graph. Sequences with fewer drafts are padded."""
         if self.agreement is not None:
             return self.agreement.query_len
-        most = max((s.num_drafts for s in self.decodes), default=0)
-        return 1 + max(most, self.draft_depth) if most else 1
+        return 1 + max(self.draft_depth, *(s.num_drafts for s in self.decodes)) if self.decodes else 1
 
     @property
     def num_lines(self) -> int:

@@ -432,8 +432,8 @@ class Scheduler:
         if plan.prefills:
             self._depth.interrupt()
         else:
-            num_tokens = self._generation_tokens - before
-            self._depth.observe(len(plan.decodes), plan.query_len > 1, num_tokens, time.perf_counter())
+            num_tokens, drafting = self._generation_tokens - before, any(step.num_drafts for step in plan.decodes)
+            self._depth.observe(len(plan.decodes), drafting, num_tokens, time.perf_counter())
         return outputs
 
     def _accept(self, request: Request, step: SequenceStep, row: RowResult, now: float) -> TokenOutput:

@@ -79,16 +79,15 @@ def _unpacked(arrays: Sequence[np.ndarray], groups: list[_Group], moved: torch.T
 
 
 class HostCopy:
-    """Tensors on their way to the host; `wait` blocks until they and everything before them on the stream are done.
-
-    On a CPU the tensors are the originals: whoever reuses their memory must wait first.
-    """
+    """Tensors on their way to the host; `wait` blocks until they and everything before them on the stream are done. Their
+    memory may be used again by whatever is enqueued next."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
-        self._tensors = list(tensors)
         device = tensors[0].device if tensors else torch.device("cpu")
-        if device.type == "cuda":
+        if device.type == "cpu":
+            self._tensors = [t.clone() for t in tensors]
+        else:
             self._tensors = [torch.empty_like(t, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
             self._event = torch.cuda.Event()
             self._event.record()

@@ -229,26 +229,78 @@ class DecodePlan:
     batch_invariant: bool = False
 
 
-@dataclass(frozen=True)
-class Filters:
-    """Rows (indices into the drawn rows) that restrict what may be drawn. All tensors [r].
+MAX_EDITS = 1280  # single logits that a row changes
 
-    Neutral values: min_p 0, top_k the vocabulary, top_p inf (1.0 would still drop tokens whose mass rounds to 0).
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """How the tokens of R rows are chosen, on the device, so that a captured graph follows what changes.
+
+    temperature FP32 [R], 0: greedy; seeds int64 [R]
+    min_p FP32 [R], 0: none; top_k int32 [R], the vocabulary: none; top_p FP64 [R], inf: none (1.0 would still drop tokens
+        whose mass rounds to 0)
+    repetition, presence, frequency: FP32 [R] penalties; 1, 0, 0: none
+    history: int32 [R, V] how often a token was generated, the sign bit set where the prompt has it; kept for rows with penalties
+    masked: bool [R]; masks: int32 [R, ceil(V / 32)], bit t % 32 of word t // 32 allows token t of a masked row
+    num_edits: int32 [R]; edit_tokens int32, edit_values FP32, edit_until int64 [R, MAX_EDITS]: added to single logits of
+        tokens before that position
     """
 
-    rows: torch.Tensor  # int64
-    min_p: torch.Tensor  # FP32
-    top_k: torch.Tensor  # int64
-    top_p: torch.Tensor  # FP64
-    max_top_k: int  # largest top_k below the vocabulary, on the host; 0 without one
-    open_top_p: bool  # some row has top_p without top_k
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    history: torch.Tensor
+    masked: torch.Tensor
+    masks: torch.Tensor
+    num_edits: torch.Tensor
+    edit_tokens: torch.Tensor
+    edit_values: torch.Tensor
+    edit_until: torch.Tensor
+
+    @staticmethod
+    def allocate(num_rows: int, vocab_size: int, device: torch.device | str) -> SamplingTable:
+        """Rows that are all greedy."""
+
+        def full(value: float, dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.full((num_rows, *width), value, dtype=dtype, device=device)
+
+        return SamplingTable(
+            temperature=full(0.0, torch.float32),
+            seeds=full(0, torch.int64),
+            min_p=full(0.0, torch.float32),
+            top_k=full(vocab_size, torch.int32),
+            top_p=full(torch.inf, torch.float64),
+            repetition=full(1.0, torch.float32),
+            presence=full(0.0, torch.float32),
+            frequency=full(0.0, torch.float32),
+            history=torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device),
+            masked=full(False, torch.bool),
+            masks=torch.zeros(num_rows, -(-vocab_size // 32), dtype=torch.int32, device=device),
+            num_edits=full(0, torch.int32),
+            edit_tokens=full(0, torch.int32, MAX_EDITS),
+            edit_values=full(0.0, torch.float32, MAX_EDITS),
+            edit_until=full(0, torch.int64, MAX_EDITS),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        return self.history.shape[1]
 
 
 @dataclass(frozen=True)
-class Draws:
-    """Rows that are sampled rather than greedy. rows int64 [r], temperature FP32 [r], seeds int64 [r]."""
+class Drafts:
+    """Drafts of B sequences under verification: line j of a sequence's S lines follows its first j drafts.
 
-    rows: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    filters: Filters | None
+    tokens: int64 [B, S - 1], any row stride; counts: int64 [B], tokens beyond it are padding
+    probs: FP32 [R, depth, V] the distributions that each row's drafts were drawn from, under ratio acceptance; None: a draft
+        is accepted where it equals the token chosen in its place
+    """
+
+    tokens: torch.Tensor
+    counts: torch.Tensor
+    probs: torch.Tensor | None

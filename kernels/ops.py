@@ -25,13 +25,14 @@ from kernels.layout import (
     BlockScaledWeight,
     CacheFormat,
     DecodePlan,
-    Draws,
+    Drafts,
     ExactCopy,
     LatentCache,
     LatentQuery,
     QuantizedActivation,
     Routing,
     Rows,
+    SamplingTable,
     Weight,
 )
 
@@ -589,15 +590,51 @@ def grouped_mlp(
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
-def choose_tokens(logits: torch.Tensor, positions: torch.Tensor, draws: Draws | None) -> torch.Tensor:
-    """One token a row: the best, or a draw from softmax(logits / temperature) restricted by min_p, top_k and top_p.
+def choose_tokens(
+    logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, table: SamplingTable, drafts: Drafts | None = None
+) -> torch.Tensor:
+    """One token a line, the best or a draw, as the line's row of the table wants it; order as in engine/sampling_params.py.
 
-    logits: FP32 [n, vocab], of any row stride, not modified; positions: int64 [n] that the tokens will have
-    draws: the rows that are drawn; the others are greedy
-    A drawn row takes the best of scaled logits plus Gumbel noise, which is a function of (seed, position, token id) alone;
-    of equal values the first counts. Returns int64 [n]; -1 where the best logit is not finite.
+    logits: FP32 [n, V], of any row stride, not modified; positions: int64 [n] that the tokens will have; rows: int64 [n]
+    drafts: what the first B * S lines verify; penalties of a line count the drafts before it
+    A drawn line takes the best of scaled logits plus Gumbel noise, which is a function of (seed, position, token id) alone;
+    of equal values the first counts. Under ratio acceptance a drawn line with a draft takes the draft with probability
+    min(1, p / q), else a draw from max(0, p - q), by noise of other streams of the same seed.
+    Returns int64 [n]; -1 where the best logit is not finite.
     """
-    op, n = "choose_tokens", logits.shape[0]
+    op = "choose_tokens"
+    _require_lines(op, logits, positions, rows, table)
+    if drafts is not None:
+        b, s = drafts.tokens.shape[0], drafts.tokens.shape[1] + 1
+        _require(drafts.tokens.dtype == drafts.counts.dtype == torch.int64, op, "drafts must be int64")
+        _require(
+            b * s <= logits.shape[0] and drafts.counts.shape == (b,), op, f"{b} x {s} verified lines, {len(logits)} in all"
+        )
+        if (probs := drafts.probs) is not None:
+            _require(probs.dtype == torch.float32 and probs.shape[1] >= s - 1, op, "probs must be FP32 [R, depth, V]")
+    return _call(op, logits.device, logits, positions, rows, table, drafts)
+
+
+def draft_tokens(
+    logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, table: SamplingTable, probs: torch.Tensor | None = None
+) -> torch.Tensor:
+    """One draft a line: the best token of greedy rows, else a draw from softmax(logits / temperature), without filters.
+
+    logits, positions, rows: as for choose_tokens, each row at most once but where it is greedy
+    probs: FP32 [R, V], any row stride, None under exact acceptance; drawn rows leave their distribution there, and draw by a
+        stream of noise of their own. Without it the noise is that of the token that choose_tokens gives for the position.
+    Returns int64 [n]; 0 where the best logit is not finite.
+    """
+    op = "draft_tokens"
+    _require_lines(op, logits, positions, rows, table)
+    if probs is not None:
+        _require(probs.dtype == torch.float32 and probs.shape == table.history.shape, op, "probs must be FP32 [R, V]")
+    return _call(op, logits.device, logits, positions, rows, table, probs)
+
+
+def _require_lines(op: str, logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, table: SamplingTable) -> None:
+    n = logits.shape[0]
     _require(logits.ndim == 2 and logits.dtype == torch.float32, op, f"logits must be FP32 [n, vocab], got {logits.dtype}")
+    _require(logits.shape[1] == table.vocab_size, op, f"the table is for {table.vocab_size} tokens, got {logits.shape[1]}")
     _require(positions.dtype == torch.int64 and positions.shape == (n,), op, f"positions must be int64 [{n}]")
-    return _call(op, logits.device, logits, positions, draws)
+    _require(rows.dtype == torch.int64 and rows.shape == (n,), op, f"rows must be int64 [{n}]")

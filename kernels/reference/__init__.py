@@ -33,4 +33,5 @@ OPS: dict[str, Callable[..., Any]] = {
     "choose_experts": moe.choose_experts,
     "grouped_mlp": moe.grouped_mlp,
     "choose_tokens": sampling.choose_tokens,
+    "draft_tokens": sampling.draft_tokens,
 }

@@ -31,7 +31,7 @@ def one_thread() -> Any:
 
 
 def demo(fraction: float, **options: Any) -> LLM:
-    return LLM("demo", device="cpu", max_model_len=256, num_cache_blocks=16, fidelity_fraction=fraction, **options)
+    return LLM("demo", max_model_len=256, num_cache_blocks=16, fidelity_fraction=fraction, **({"device": "cpu"} | options))
 
 
 def generate(llm: LLM, tokens: int) -> list[list[int]]:
@@ -81,11 +81,11 @@ def test_comparing_steps_replay_graphs_of_their_own(drafts: int, fmt: str, pool:
     graphs = runner._graphs
     assert [key.size for key in graphs._graphs if key.compares and key.query_len == 1] == [5, 1]
     calls: list[int] = []
-    forward = graphs._eager
-    graphs._eager = lambda batch: calls.append(batch.num_tokens) or forward(batch)
-    before = {key: captured.graph.replays for key, captured in graphs._graphs.items()}
+    eagerly = runner._run_eagerly
+    runner._run_eagerly = lambda plan, sequences: calls.append(plan.num_lines) or eagerly(plan, sequences)
+    before = {key: graph.replays for key, (graph, _) in graphs._graphs.items()}
     generate(llm, 13)
-    compared = sum(captured.graph.replays - before[key] for key, captured in graphs._graphs.items() if key.compares)
+    compared = sum(graph.replays - before[key] for key, (graph, _) in graphs._graphs.items() if key.compares)
     stats = llm.stats()
     assert stats.fidelity_steps == compared > 0
     if fmt == "fp8":
@@ -96,20 +96,26 @@ def test_comparing_steps_replay_graphs_of_their_own(drafts: int, fmt: str, pool:
     assert eager_passes == [sum(map(len, PROMPTS))], "only the prompts"
 
 
-def test_broken_scale_reports(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """One layer stores scales 1.5 times too large, as a wrong unit in a kernel would: that layer, and only it, is reported."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.hopper)])
+def test_broken_scale_reports(device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One layer stores scales 1.5 times too large, as a wrong unit in a kernel would: that layer, and only it, is reported.
+    On a GPU by steps that replay graphs."""
     append = ops.append_kv
-    llm = demo(1.0)
-    broken = llm._core._executor._runner.cache.layers[2]  # type: ignore[attr-defined]
+    llm = demo(1.0, device=device, cuda_graphs=False)
+    runner = llm._core._executor._runner  # type: ignore[attr-defined]
+    broken = runner.cache.layers[2]
 
     def append_with_broken_scale(cache: Any, *args: Any, **kwargs: Any) -> Any:
         kept = append(cache, *args, **kwargs)
         if cache is broken:
-            slots = args[5]
-            cache.scale.view(-1)[slots[slots >= 0]] *= 1.5
+            slots, scale = args[5], cache.scale.view(-1)
+            at = torch.where(slots >= 0, slots, len(scale) - 1)  # in the null block, which nobody reads
+            scale.index_copy_(0, at, scale[at] * 1.5)
         return kept
 
     monkeypatch.setattr(ops, "append_kv", append_with_broken_scale)
+    if device == "cuda":
+        runner.capture_graphs(show_progress=False, sizes=[4])
     with caplog.at_level(logging.WARNING, logger="engine.core"):
         generate(llm, 4)
     worst = llm.stats().fidelity_worst

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from engine import sampler
 from engine.plan import NewSequence
-from engine.sampler import sample, score
+from engine.sampler import count_tokens, score
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState, pack_mask
+from kernels import ops
+from kernels.layout import Drafts
 from kernels.reference import sampling
 from kernels.reference.sampling import gumbel_noise
 
@@ -27,15 +28,24 @@ def new_sequence(row: int, params: SamplingParams, known: Sequence[int] = (), pr
     return NewSequence(row, f"r{row}", params, prompt, len(known) - prompt, list(known), **kw)
 
 
+def state_of(params: Sequence[SamplingParams], vocab: int = VOCAB, device: torch.device = CPU, **kw) -> SamplingState:
+    """Row i asks what params[i] say."""
+    state = SamplingState(vocab, len(params), device)
+    state.start([new_sequence(row, p, **kw) for row, p in enumerate(params)])
+    return state
+
+
+def sample(state: SamplingState, logits: torch.Tensor, positions: Sequence[int], drafts: Drafts | None = None) -> list[int]:
+    """One token of each row, or of `logits`' lines of rows that repeat."""
+    rows = torch.arange(len(logits), device=logits.device)
+    return ops.choose_tokens(logits, torch.tensor(positions, device=logits.device), rows, state.table, drafts).tolist()
+
+
 def sample_with(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int] | None = None, **kw
 ) -> list[int]:
     """Sample one token a row through the state, as the runner does."""
-    state = SamplingState(logits.shape[1], logits.device)
-    for row, p in enumerate(params):
-        state.start(new_sequence(row, p, **kw))
-    at = torch.tensor(positions or [10] * len(params), device=logits.device)
-    return sample(logits, at, state.batch(range(len(params))), state.counts).tolist()
+    return sample(state_of(params, logits.shape[1], logits.device, **kw), logits, positions or [10] * len(params))
 
 
 def kept_set(logits: torch.Tensor, params: SamplingParams) -> set[int]:
@@ -56,14 +66,10 @@ def kept_set(logits: torch.Tensor, params: SamplingParams) -> set[int]:
 
 def drawn_set(logits: torch.Tensor, params: SamplingParams) -> set[int]:
     """Tokens that survive the filters, read from the function that draws."""
-    state = SamplingState(len(logits), CPU)
-    state.start(new_sequence(0, params))
-    draws = state.batch([0]).draws
-    if draws is None:  # greedy
+    table, row = state_of([params], len(logits)).table, torch.zeros(1, dtype=torch.int64)
+    if not table.temperature[0]:  # greedy
         return {sample_with(logits[None], [params])[0]}
-    scaled = ((logits - logits.max()) / params.temperature)[None]
-    if draws.filters is not None:
-        scaled = sampling.restrict(scaled, draws.filters)
+    scaled = sampling.restrict(sampling.scale(logits[None], row, table), row, table)
     return set(scaled[0].isfinite().nonzero()[:, 0].tolist())
 
 
@@ -230,12 +236,8 @@ def test_neutral_filters_keep_everything() -> None:
     logits[3] = 0.0
     for kw in ({"top_k": 0}, {"top_k": -1}, {"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}):
         assert drawn_set(logits, params(**kw)) == set(range(VOCAB))
-    state = SamplingState(VOCAB, CPU)
-    for row, p in enumerate([params(min_p=1e-30), params(top_p=0.5)]):
-        state.start(new_sequence(row, p))
-    draws = state.batch([0, 1]).draws
-    assert draws is not None and draws.filters is not None
-    kept = sampling.restrict(logits.repeat(2, 1), draws.filters).isfinite().sum(-1)
+    table = state_of([params(min_p=1e-30), params(top_p=0.5)]).table
+    kept = sampling.restrict(logits.repeat(2, 1), torch.arange(2), table).isfinite().sum(-1)
     assert kept.tolist() == [VOCAB, 1]
 
 
@@ -244,13 +246,8 @@ def test_draws_follow_the_distribution(kw: dict) -> None:
     """Report P05: 20,000 draws against the exact restricted distribution, chi-square at p = 1e-4."""
     logits, p = torch.randn(VOCAB) * 2, params(**kw)
     runs = 20000
-    state = SamplingState(VOCAB, CPU)
-    state.start(new_sequence(0, p))
-    draws = state.batch([0]).draws
-    assert draws is not None
-    scaled = ((logits - logits.max()) / p.temperature)[None]
-    if draws.filters is not None:
-        scaled = sampling.restrict(scaled, draws.filters)
+    table, row = state_of([p]).table, torch.zeros(1, dtype=torch.int64)
+    scaled = sampling.restrict(sampling.scale(logits[None], row, table), row, table)
     exact = scaled[0].double().softmax(-1)
     tokens = (scaled + gumbel_noise(torch.full((runs,), 3), torch.arange(runs), VOCAB)).argmax(-1)
     count = torch.bincount(tokens, minlength=VOCAB).double()
@@ -268,85 +265,108 @@ def test_penalties_match_their_formulas() -> None:
     logits = torch.randn(1, VOCAB) * 3
     p = params(temperature=0.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4)
     known, prompt = [1, 2, 3, 3, 5, 5, 5, 2], 4
-    state = SamplingState(VOCAB, CPU)
-    state.start(new_sequence(0, p, known, prompt))
+    state = SamplingState(VOCAB, 1, CPU)
+    state.start([new_sequence(0, p, known, prompt)])
     want = logits[0].clone()
     for t in set(known):
         want[t] = want[t] / 1.7 if want[t] > 0 else want[t] * 1.7
     for t in set(known[prompt:]):
         want[t] -= 0.6 + 0.4 * known[prompt:].count(t)
-    batch = state.batch([0])
-    changed = sampler._change_logits(logits.clone(), torch.tensor([8]), batch, state.counts)
-    torch.testing.assert_close(changed[0], want)
-    token = sample(logits, torch.tensor([8]), batch, state.counts)[0]
-    assert state.counts is not None and state.counts.in_output[0, token] == known[prompt:].count(int(token)) + 1
+    row = torch.zeros(1, dtype=torch.int64)
+    torch.testing.assert_close(sampling.edit(logits, torch.tensor([8]), row, state.table, None)[0], want)
+    (token,) = sample(state, logits, [8])
+    count_tokens(state.table, row, torch.tensor([token]), None)
+    assert state.table.history[0, token] & 0x7FFFFFFF == known[prompt:].count(token) + 1
+    count_tokens(state.table, row.repeat(2), torch.tensor([token, -1]), torch.tensor([False, True]))
+    assert state.table.history[0, token] & 0x7FFFFFFF == known[prompt:].count(token) + 1, (
+        "dropped and broken tokens do not count"
+    )
 
 
 def test_frequency_penalty_counts_what_was_sampled() -> None:
     """Counts advance on the device: equal logits with a frequency penalty visit every token before any twice."""
-    p = params(temperature=0.0, frequency_penalty=1.0)
-    state = SamplingState(8, CPU)
-    state.start(new_sequence(0, params(temperature=0.0)))
-    state.start(new_sequence(1, p))
-    seen = [sample(torch.zeros(2, 8), torch.tensor([i, i]), state.batch([0, 1]), state.counts).tolist() for i in range(16)]
+    state, seen = state_of([params(temperature=0.0), params(temperature=0.0, frequency_penalty=1.0)], 8), []
+    for i in range(16):
+        seen.append(sample(state, torch.zeros(2, 8), [i, i]))
+        count_tokens(state.table, torch.arange(2), torch.tensor(seen[-1]), None)
     assert [row[0] for row in seen] == [0] * 16
     assert [row[1] for row in seen] == [*range(8), *range(8)]
 
 
-def test_count_tables_grow_and_are_reused() -> None:
-    p = params(temperature=0.0, presence_penalty=1.0)
-    state = SamplingState(VOCAB, CPU)
-    assert state.counts is None
-    for row in range(9):
-        state.start(new_sequence(row, p, [row], 0))
-    assert state.counts is not None
-    slots = [int(state.batch([row]).penalties.slots[0]) for row in range(9)]  # type: ignore[union-attr]
-    assert len(set(slots)) == 9
-    assert [state.counts.in_output[slot].nonzero().flatten().tolist() for slot in slots] == [[row] for row in range(9)]
-    size = state.counts.in_output.shape[0]
-    for row in range(9):
-        state.free(row)
-        state.start(new_sequence(row, p, [63], 0))
-    assert state.counts.in_output.shape[0] == size
-    slot = int(state.batch([4]).penalties.slots[0])  # type: ignore[union-attr]
-    assert state.counts.in_output[slot].nonzero().flatten().tolist() == [63]
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_line_s_penalties_count_the_drafts_before_it(device: torch.device) -> None:
+    """All lines at once choose what they would choose one after the other, had each draft before them been accepted."""
+    generator = torch.Generator().manual_seed(3)
+    kinds = [params(repetition_penalty=1.5, temperature=0.0), params(presence_penalty=2.0, frequency_penalty=1.0), params()]
+    known = torch.randint(0, VOCAB, (30,), generator=generator).tolist()
+    logits = torch.randn(3, 4, VOCAB, generator=generator).to(device) * 2
+    drafts = torch.randint(0, VOCAB, (3, 3), generator=generator)
+    drafts[:, 2] = drafts[:, 0]  # one comes twice
+    logits.scatter_add_(2, drafts[:, :1, None].expand(3, 4, 1).to(device), torch.full((3, 4, 1), 3.0, device=device))
+    state = SamplingState(VOCAB, 3, device)
+    state.start([new_sequence(row, p, known, 20) for row, p in enumerate(kinds)])
+    rows, positions = torch.arange(3, device=device), torch.arange(40, 44, device=device)
+    at_once = ops.choose_tokens(
+        logits.flatten(0, 1), positions.repeat(3), rows.repeat_interleave(4), state.table,
+        Drafts(drafts.to(device), torch.full((3,), 3, device=device), None),
+    )  # fmt: skip
+    in_turn = []
+    for line in range(4):
+        in_turn.append(ops.choose_tokens(logits[:, line].contiguous(), positions[line].repeat(3), rows, state.table))
+        if line < 3:
+            count_tokens(state.table, rows, drafts[:, line].to(device), None)
+    assert at_once.view(3, 4).T.tolist() == torch.stack(in_turn).tolist()
+
+
+def test_a_row_is_reused_without_what_it_held() -> None:
+    state = SamplingState(VOCAB, 2, CPU)
+    everything = params(
+        temperature=0.5, top_k=3, top_p=0.5, min_p=0.1, presence_penalty=1.0, logit_bias={3: 9.0}, allowed_token_ids=[3]
+    )
+    fresh = state_of([params(temperature=0.0)]).table
+    state.start([new_sequence(1, everything, [1, 2, 2], 1)])
+    assert state.table.history[1].tolist()[:4] == [0, -(2**31), 2, 0]
+    state.free(1)
+    state.start([new_sequence(1, params(temperature=0.0, seed=0))])
+    for name in ("temperature", "min_p", "top_k", "top_p", "repetition", "presence", "frequency", "masked", "num_edits"):
+        assert getattr(state.table, name)[1] == getattr(fresh, name)[0], name
+    state.start([new_sequence(1, everything, [5], 1)])
+    assert state.table.history[1].nonzero().flatten().tolist() == [5]
 
 
 def test_bias_allowed_tokens_and_min_tokens() -> None:
-    logits = torch.zeros(5, VOCAB)
+    logits = torch.zeros(6, VOCAB)
     logits[:, 10] = 5.0
     greedy = {"temperature": 0.0}
-    state = SamplingState(VOCAB, CPU)
     rows = [
         params(**greedy),
         params(**greedy, logit_bias={10: -100.0, 20: 3.0}),
         params(**greedy, allowed_token_ids=[31, 32, 63]),
         params(**greedy, min_tokens=3, stop_token_ids=[10]),
         params(**greedy, min_tokens=3),
+        params(**greedy, min_tokens=3, logit_bias={10: 100.0}),
     ]
-    for row, p in enumerate(rows):
-        state.start(NewSequence(row, str(row), p, num_prompt_tokens=7, eos_token_ids=[10, 0]))
+    state = SamplingState(VOCAB, len(rows), CPU)
+    state.start([NewSequence(row, str(row), p, num_prompt_tokens=7, eos_token_ids=[10, 0]) for row, p in enumerate(rows)])
     for position, late in ((7, 1), (9, 1), (10, 10)):  # outputs 0, 2 and 3
-        got = sample(logits, torch.full((5,), position), state.batch(range(5)), state.counts).tolist()
+        got = sample(state, logits, [position] * 6)
         assert got[:3] == [10, 20, 31]
-        assert got[3:] == [late, late]
+        assert got[3:] == [late, late, late]
 
 
 def test_masks_pack_and_unpack() -> None:
     for vocab in (31, 32, 33, 100):
         ids = sorted({0, vocab - 1, vocab // 2, min(31, vocab - 1)})
         mask = torch.from_numpy(pack_mask(ids, vocab))[None]
-        assert sampler.unpack_mask(mask, vocab)[0].nonzero().flatten().tolist() == ids
-    assert sampler.unpack_mask(torch.full((1, 1), -1, dtype=torch.int32), 40)[0].tolist() == [True] * 32 + [False] * 8
+        assert sampling.unpack_mask(mask, vocab)[0].nonzero().flatten().tolist() == ids
 
 
 class Counting:
-    """A grammar that allows token n at its nth step."""
+    """A grammar that allows token n at its nth step, and knows fewer tokens than the model has."""
 
     def __init__(self, text: str) -> None:
         self.at = int(text)
-
-    error = None
+        self.error: str | None = None
 
     def accept(self, token_ids: list[int]) -> bool:
         assert token_ids == list(range(self.at, self.at + len(token_ids)))
@@ -354,21 +374,28 @@ class Counting:
         return True
 
     def mask(self) -> np.ndarray:
-        return pack_mask([self.at, 40], VOCAB)
+        return pack_mask([self.at, 40], 64)
 
 
 def test_grammar_masks_follow_the_matcher_and_meet_allowed_tokens() -> None:
-    state = SamplingState(VOCAB, CPU, matcher=Counting)
-    state.start(new_sequence(0, params(temperature=0.0)))
-    state.start(new_sequence(1, params(temperature=0.0, grammar="5"), [9, 5, 6], 1))
-    state.start(new_sequence(2, params(temperature=0.0, allowed_token_ids=[12, 40])))
-    state.start(new_sequence(3, params(temperature=0.0, grammar="30", allowed_token_ids=[40])))
-    logits = torch.arange(VOCAB, 0, -1).float().repeat(4, 1)
-    rows = [3, 1, 0, 2]
+    vocab = 100
+    state = SamplingState(vocab, 5, CPU, matcher=Counting)
+    state.start([
+        new_sequence(0, params(temperature=0.0)),
+        new_sequence(1, params(temperature=0.0, grammar="5"), [9, 5, 6], 1),
+        new_sequence(2, params(temperature=0.0, allowed_token_ids=[12, 40])),
+        new_sequence(3, params(temperature=0.0, grammar="30", allowed_token_ids=[40, 90])),
+        new_sequence(4, params(temperature=0.0, grammar="30")),
+    ])  # fmt: skip
+    logits = torch.arange(vocab, 0, -1).float().repeat(5, 1)
+    logits[:, 80:] += 200
     for step in range(3):
-        got = sample(logits, torch.full((4,), 9), state.with_grammars(state.batch(rows), rows), None).tolist()
-        assert got == [40, 7 + step, 0, 12]
-        state.matcher(1).accept([got[1]])  # type: ignore[union-attr]
+        state.mask_grammars({row: state.matcher(row) for row in (1, 3, 4)})  # type: ignore[misc]
+        assert sample(state, logits, [9] * 5) == [80, 7 + step, 12, 40, 30]
+        state.matcher(1).accept([7 + step])  # type: ignore[union-attr]
+    state.matcher(4).error = "no text can follow"  # type: ignore[union-attr, misc]
+    state.mask_grammars({4: state.matcher(4)})  # type: ignore[dict-item]
+    assert sample(state, logits, [9] * 5)[4] == -1
 
 
 # ---- failures and scores

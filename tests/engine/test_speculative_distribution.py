@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 import engine.model_runner as model_runner
-import engine.speculative as speculative
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -21,6 +21,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from kernels.layout import CacheFormat
+from kernels.reference import sampling
 from models.batch import ForwardBatch
 from models.parallel import ParallelContext
 from tests.engine.speculation import run
@@ -144,13 +145,15 @@ def test_joint_of_three_tokens_under_a_penalty(ratio: bool) -> None:
 
 def test_wrong_ratios_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What replaces a rejected draft must come from the residual; the model's own distribution would be wrong."""
-    settle = speculative.Ratio._settle
+    accept = sampling._accept_by_ratio
 
-    def settle_from_target(self, target, plain, drafts, entries, seeds, positions):
-        tokens = settle(self, target, plain, drafts, entries, seeds, positions)
-        return torch.where((drafts >= 0) & (tokens != drafts), plain, tokens)
+    def replace_from_target(scaled: torch.Tensor, drawn: torch.Tensor, *rest: Any) -> torch.Tensor:
+        tokens, (*_, lines, drafts) = accept(scaled, drawn, *rest), rest
+        verified = torch.nn.functional.pad(drafts.tokens, (0, 1), value=-1).flatten()
+        verified = torch.nn.functional.pad(verified, (0, int(lines.max()) + 1), value=-1)[lines]
+        return torch.where(tokens == verified, tokens, drawn)
 
-    monkeypatch.setattr(speculative.Ratio, "_settle", settle_from_target)
+    monkeypatch.setattr(sampling, "_accept_by_ratio", replace_from_target)
     p, _ = p_value(PLAIN, ratio=True)
     assert p < 1e-6, p
 
