@@ -100,7 +100,7 @@ def origin(lines: list[Line]) -> str:
     """Device, versions and revision of the newest line."""
     line = lines[-1]
     clocks = f", {line['sm_mhz']} MHz SM clock" if line.get("sm_mhz") else ""
-    return f"{line['device']}{clocks}; torch {line['torch']}; revision {line.get('git', '?')}; {line['date'][:10]}"
+    return f"{line['device']}{clocks}; torch {line['torch']}; revision {line.get('git') or 'unknown'}; {line['date'][:10]}"
 
 
 def tokens_axis(axis: Axes, ticks: Iterable[int]) -> None:
