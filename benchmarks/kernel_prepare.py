@@ -1,8 +1,8 @@
 """The fused kernels around the latent cache on one GPU: `python -m benchmarks.kernel_prepare`.
 
 Times quantize_q, append_kv and fetch_dequant at decode and prefill sizes beside the same work as separate torch operations
-(the reference backend on the device) and beside the copy bandwidth of the same run. Bytes: each input read once, each output
-written once. Appends one JSON line a case to results/kernel_prepare.jsonl.
+(the reference backend on the device) and beside the copy bandwidth of the same run. Bytes: each input read once, positions,
+slots and the rotation's table among them, each output written once. Appends one JSON line a case to results/kernel_prepare.jsonl.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from kernels.layout import CacheFormat, LatentCache
 
 FP8 = CacheFormat.FP8
 L2_BYTES = 60 << 20
+PROMPT = 8192
 
 
 def sets_for(size: int) -> int:
@@ -44,18 +45,25 @@ def quantize_q_case(tokens: int, heads: int) -> tuple[int, list[Callable[[], obj
     return size, [lambda c=c, r=r: ops.quantize_q(c, r, positions, table, fmt=FP8) for c, r in inputs]
 
 
-def append_kv_case(tokens: int) -> tuple[int, list[Callable[[], object]]]:
-    table, positions = cos_sin_table(), torch.randint(0, 65536, (tokens,), device="cuda")
-    weight = torch.rand(512, device="cuda").bfloat16()
-    size = tokens * (2 * 576 + 644)
+def append_kv_case(tokens: int, *, scattered: bool = False) -> tuple[int, list[Callable[[], object]]]:
+    """Prompts of PROMPT tokens, blocks in random order; scattered: every token at a slot and position of its own, as in a
+    decode step. Bytes count the rotation table's rows once, which is what comes from memory where the L2 cache keeps them."""
+    table = cos_sin_table()
+    weight = torch.rand(512, device="cuda")
+    size = tokens * (2 * 576 + 8 + 8 + 644) + min(tokens, len(table) if scattered else PROMPT) * table[0].nbytes
     blocks = max(1024, 2 * -(-tokens // 64))
     cache = LatentCache.allocate(FP8, blocks, 512, 64, "cuda")
-    inputs = [
-        (torch.randn(tokens, 576, device="cuda", dtype=torch.bfloat16), torch.randperm(blocks * 64, device="cuda")[:tokens])
-        for _ in range(sets_for(size))
-    ]
+    offsets = torch.arange(64, device="cuda")
+
+    def places() -> tuple[torch.Tensor, torch.Tensor]:
+        if scattered:
+            return torch.randint(0, len(table), (tokens,), device="cuda"), torch.randperm(blocks * 64, device="cuda")[:tokens]
+        slots = (torch.randperm(blocks, device="cuda")[:, None] * 64 + offsets).flatten()[:tokens]
+        return torch.arange(tokens, device="cuda") % PROMPT, slots
+
+    inputs = [(torch.randn(tokens, 576, device="cuda", dtype=torch.bfloat16), *places()) for _ in range(sets_for(size))]
     return size, [
-        lambda x=x, s=s: ops.append_kv(cache, x[:, :512], x[:, 512:], weight, positions, table, s, eps=1e-6) for x, s in inputs
+        lambda x=x, p=p, s=s: ops.append_kv(cache, x[:, :512], x[:, 512:], weight, p, table, s, eps=1e-6) for x, p, s in inputs
     ]
 
 
@@ -75,9 +83,10 @@ CASES = {
     "quantize_q, 32 x 128": lambda: quantize_q_case(32, 128),
     "quantize_q, 32 x 16": lambda: quantize_q_case(32, 16),
     "quantize_q, 4096 x 128": lambda: quantize_q_case(4096, 128),
-    "append_kv, 32": lambda: append_kv_case(32),
-    "append_kv, 256": lambda: append_kv_case(256),
+    "append_kv, 32": lambda: append_kv_case(32, scattered=True),
+    "append_kv, 256": lambda: append_kv_case(256, scattered=True),
     "append_kv, 262144": lambda: append_kv_case(262144),
+    "append_kv, 262144 scattered": lambda: append_kv_case(262144, scattered=True),
     "fetch_dequant, 4096": lambda: fetch_dequant_case(4096),
     "fetch_dequant, 262144": lambda: fetch_dequant_case(262144),
 }
@@ -105,7 +114,7 @@ def main() -> None:
             case=name, us=timing.us, bytes=size, tb_per_s=rate, of_copy=rate / copy, torch_us=torch_us, copy_tb_per_s=copy
         )
         print(
-            f"{name:<24} {timing.us:8.2f} us  {rate:5.2f} TB/s  {rate / copy:5.2f} of copy   torch steps, eager {torch_us:.1f} us",
+            f"{name:<27} {timing.us:8.2f} us  {rate:5.2f} TB/s  {rate / copy:5.2f} of copy   torch steps, eager {torch_us:.1f} us",
             flush=True,
         )
         del calls

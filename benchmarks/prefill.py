@@ -41,7 +41,7 @@ WORLDS = {"deepseek_v3.1": "dp=8,tp=1", "kimi_k2": "dp=16,tp=1", "longcat_flash"
 LENGTHS = (1024, 8192, 32768)
 METHOD = "one prompt at a time through the engine, median after one warm-up; parts by device events in one more prompt"
 PARTS = {
-    "attention": ("append_kv", "rope", "fetch_dequant", "prefill_attention", "merge_attention"),
+    "attention": ("append_kv", "rope", "join_heads", "fetch_dequant", "prefill_attention", "merge_attention"),
     "linears": ("linear", "gated_mlp"),
     "experts": ("choose_experts", "quantize_activation", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),

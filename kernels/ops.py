@@ -393,14 +393,30 @@ def quantize_activation(x: torch.Tensor) -> QuantizedActivation:
     return _call(op, x.device, x)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool, in_place: bool = False
+) -> torch.Tensor:
     """Rotary embedding of the last dimension.
 
     x: BF16|FP32 [T, R] or [T, H, R]; positions: int64 [T]; cos_sin: FP32 [P, R], R/2 cosines then R/2 sines.
     interleaved: pairs are (2i, 2i + 1) and the result keeps that order; otherwise (i, i + R/2).
+    in_place: x itself holds the result and is returned
     """
     _require_rope_table("rope", x, positions, cos_sin)
-    return _call("rope", x.device, x, positions, cos_sin, interleaved=interleaved)
+    return _call("rope", x.device, x, positions, cos_sin, interleaved=interleaved, in_place=in_place)
+
+
+def join_heads(own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Keys of expanded attention (Eq. 2): every head's own dims, then those that all heads share.
+
+    own: BF16|FP32 [T, H, N], shared: the same dtype [T, R]; returns a dense [T, H, N + R].
+    """
+    _require(
+        own.ndim == 3 and shared.ndim == 2 and shared.shape[0] == own.shape[0] and shared.dtype == own.dtype,
+        "join_heads",
+        f"shared must be {own.dtype} [{own.shape[0]}, R], got {shared.dtype} {tuple(shared.shape)}",
+    )
+    return _call("join_heads", own.device, own, shared)
 
 
 def _require_rope_table(op: str, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-// Rotary embedding, SiLU product, merge of two attention results. T is BF16 or FP32; arithmetic is FP32 with one rounding at
+// Rotary embedding, keys of all heads, SiLU product, merge of two attention results. T is BF16 or FP32; arithmetic is FP32 with one rounding at
 // the end.
 #include "common/ptx.cuh"
 
@@ -7,8 +7,8 @@ struct RopeArgs {
   const void* x;  // T [tokens, heads, dim], strides below
   const int64_t* positions;
   const float* cos_sin;  // [positions, dim]
-  void* out;             // T [tokens, heads, dim] dense
-  int64_t token_stride, head_stride;
+  void* out;             // T [tokens, heads, dim]; x itself where it is rotated in place
+  int64_t token_stride, head_stride, out_token_stride, out_head_stride;
   int tokens, heads, half, interleaved;  // half: dim / 2
 };
 template <class T> DEVICE void rope(const RopeArgs& a) {
@@ -16,11 +16,44 @@ template <class T> DEVICE void rope(const RopeArgs& a) {
   if (at >= (int64_t)a.tokens * a.heads * a.half) return;
   const int i = (int)(at % a.half), head = (int)(at / a.half % a.heads), token = (int)(at / a.half / a.heads);
   const T* x = (const T*)a.x + token * a.token_stride + head * a.head_stride;
-  T* out = (T*)a.out + ((int64_t)token * a.heads + head) * 2 * a.half;
+  T* out = (T*)a.out + token * a.out_token_stride + head * a.out_head_stride;
   const float* table = a.cos_sin + a.positions[token] * 2 * a.half;
   const int first = a.interleaved ? 2 * i : i, second = a.interleaved ? 2 * i + 1 : i + a.half;
   const float u = widen(x[first]), v = widen(x[second]), c = table[i], s = table[a.half + i];
   out[first] = narrow<T>(u * c - v * s), out[second] = narrow<T>(u * s + v * c);
+}
+
+// The same for interleaved BF16 rows whose heads begin at 16-byte boundaries, one thread four pairs.
+DEVICE void rope_vectors(const RopeArgs& a) {
+  const int64_t at = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  const int vectors = a.half / 4;
+  if (at >= (int64_t)a.tokens * a.heads * vectors) return;
+  const int i = (int)(at % vectors), head = (int)(at / vectors % a.heads), token = (int)(at / vectors / a.heads);
+  const uint4 x = ((const uint4*)((const bf16*)a.x + token * a.token_stride + head * a.head_stride))[i];
+  const float* table = a.cos_sin + a.positions[token] * 2 * a.half + 4 * i;
+  const float4 c = *(const float4*)table, s = *(const float4*)(table + a.half);
+  const auto turn = [](uint32_t pair, float c, float s) {
+    const float u = __uint_as_float(pair << 16), v = __uint_as_float(pair & 0xffff0000u);
+    return pack_bf16(u * c - v * s, u * s + v * c);
+  };
+  ((uint4*)((bf16*)a.out + token * a.out_token_stride + head * a.out_head_stride))[i] =
+      make_uint4(turn(x.x, c.x, s.x), turn(x.y, c.y, s.y), turn(x.z, c.z, s.z), turn(x.w, c.w, s.w));
+}
+
+// ---- join_heads: one thread 16 bytes ------------------------------------------------------------------
+struct JoinArgs {
+  const uint4* own;     // [tokens, heads, own_size], strides below; sizes and strides count in 16 bytes
+  const uint4* shared;  // [tokens, shared_size]
+  uint4* out;           // [tokens, heads, own_size + shared_size]
+  int64_t token_stride, head_stride, shared_stride, count;  // count: of `out`
+  int heads, own_size, size, _pad;                          // size: of both
+};
+DEVICE void join(const JoinArgs& a) {
+  const int64_t at = (int64_t)blockIdx.x * 256 + threadIdx.x;
+  if (at >= a.count) return;
+  const int i = (int)(at % a.size), head = (int)(at / a.size % a.heads);
+  const int64_t token = at / a.size / a.heads;
+  a.out[at] = i < a.own_size ? a.own[token * a.token_stride + head * a.head_stride + i] : a.shared[token * a.shared_stride + i - a.own_size];
 }
 
 // ---- silu_and_mul: one thread two columns --------------------------------------------------------------
@@ -69,6 +102,8 @@ template <class T> DEVICE void merge_attention(const MergeArgs& a) {
   extern "C" __global__ void __launch_bounds__(256) name(const args a) { wait_for_previous_kernel(), allow_next_kernel(), body(a); }
 KERNEL(rope_bf16, RopeArgs, rope<bf16>)
 KERNEL(rope_fp32, RopeArgs, rope<float>)
+KERNEL(rope_vectors_bf16, RopeArgs, rope_vectors)
+KERNEL(join_heads_any, JoinArgs, join)
 KERNEL(silu_and_mul_bf16, SiluArgs, silu_and_mul<bf16>)
 KERNEL(silu_and_mul_fp32, SiluArgs, silu_and_mul<float>)
 KERNEL(merge_attention_bf16, MergeArgs, merge_attention<bf16>)

@@ -1,4 +1,4 @@
-"""rms_norm, alone and with quantization (csrc/norm.cu), rope, silu_and_mul and merge_attention (csrc/elementwise.cu)."""
+"""rms_norm, alone and with quantization (csrc/norm.cu), rope, join_heads, silu_and_mul and merge_attention (csrc/elementwise.cu)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,13 @@ _NormArgs = binding.struct("_NormArgs", [
 ])  # fmt: skip
 _RopeArgs = binding.struct("_RopeArgs", [
     ("x", c_void_p), ("positions", c_void_p), ("cos_sin", c_void_p), ("out", c_void_p),
-    ("token_stride", c_int64), ("head_stride", c_int64),
+    ("token_stride", c_int64), ("head_stride", c_int64), ("out_token_stride", c_int64), ("out_head_stride", c_int64),
     ("tokens", c_int), ("heads", c_int), ("half", c_int), ("interleaved", c_int),
+])  # fmt: skip
+_JoinArgs = binding.struct("_JoinArgs", [
+    ("own", c_void_p), ("shared", c_void_p), ("out", c_void_p),
+    ("token_stride", c_int64), ("head_stride", c_int64), ("shared_stride", c_int64), ("count", c_int64),
+    ("heads", c_int), ("own_size", c_int), ("size", c_int), ("_pad", c_int),
 ])  # fmt: skip
 _SiluArgs = binding.struct("_SiluArgs", [
     ("gate_up", c_void_p), ("out", c_void_p), ("stride", c_int64), ("rows", c_int64), ("dim", c_int),
@@ -109,7 +114,9 @@ def _norm(
     return total
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool, in_place: bool = False
+) -> torch.Tensor:
     """See ops.rope."""
     if x.shape[-1] % 2:
         raise KernelContractError("rope", f"the last dimension of x must be even, got {x.shape[-1]}")
@@ -119,14 +126,42 @@ def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, int
         raise KernelContractError("rope", "positions and cos_sin must be contiguous")
     view = x if x.ndim == 3 else x.unsqueeze(1)
     if view.stride(-1) != 1:
+        if in_place:
+            raise KernelContractError("rope", "the last dimension of x must be dense to be rotated in place")
         view = view.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = x if in_place else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    to = out if out.ndim == 3 else out.unsqueeze(1)
     args = _RopeArgs(
-        view.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), out.data_ptr(), view.stride(0), view.stride(1),
-        view.shape[0], view.shape[1], x.shape[-1] // 2, int(interleaved),
+        view.data_ptr(), positions.data_ptr(), cos_sin.data_ptr(), to.data_ptr(),
+        view.stride(0), view.stride(1), to.stride(0), to.stride(1), view.shape[0], view.shape[1], x.shape[-1] // 2, int(interleaved),
     )  # fmt: skip
-    _launch("rope", view, -(-(x.numel() // 2) // 256), args)
+    vectors = interleaved and x.dtype is torch.bfloat16 and x.shape[-1] % 8 == 0 and all(map(_in_vectors, (view, to, cos_sin)))
+    _launch("rope_vectors" if vectors else "rope", view, -(-x.numel() // (2048 if vectors else 512)), args)
     return out
+
+
+def join_heads(own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """See ops.join_heads."""
+    tokens, heads, width = own.shape
+    out = torch.empty(tokens, heads, width + shared.shape[1], dtype=own.dtype, device=own.device)
+    each = 16 // own.itemsize
+    if width % each or not (_in_vectors(own) and _in_vectors(shared) and _in_vectors(out)):
+        return torch.cat((own, shared.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+    args = _JoinArgs(
+        own.data_ptr(), shared.data_ptr(), out.data_ptr(), own.stride(0) // each, own.stride(1) // each, shared.stride(0) // each,
+        out.numel() // each, heads, width // each, out.shape[2] // each, 0,
+    )  # fmt: skip
+    if out.numel():
+        with torch.cuda.device(own.device):
+            kernel = binding.kernel("elementwise", "join_heads_any", own.device.index)
+            kernel.launch(-(-out.numel() // each // 256), 256, args, overlap=True)
+    return out
+
+
+def _in_vectors(x: torch.Tensor) -> bool:
+    """Whether every row is dense and begins at a multiple of 16 bytes."""
+    rows = x.stride()[:-1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in rows)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ _NARROW_SLICE, _FEW_TOKENS = 16, 16
 _NARROW = 4096  # up to this N torch's product, which does not split K either, leaves SMs idle at 65 .. 128 tokens
 _STREAM_THREADS, _THREADS = 288, 256
 _BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu and experts.cu
+_MANY_CTAS = 8192  # of 16 blocks of 128 channels; more than that are quantized several groups a CTA
+_GROUPS_A_CTA = {"quantize_many_bf16": 4, "silu_mul_quantize_many_bf16": 2}  # EACH of csrc/gemm/quantize.cu
 _LEAST_UNITS = 2  # 32 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
 
 
@@ -47,7 +49,7 @@ class ProductArgs(ctypes.Structure):
 
 
 class _QuantizeArgs(ctypes.Structure):
-    _fields_ = (("x", c_void_p), ("to", QuantizedArgs), ("x_stride", c_int64))
+    _fields_ = (("x", c_void_p), ("to", QuantizedArgs), ("x_stride", c_int64), ("rows", c_int), ("_pad", c_int))
 
 
 class _StreamArgs(ctypes.Structure):
@@ -81,10 +83,7 @@ def quantize_1x128(x: torch.Tensor) -> QuantizedActivation:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise KernelContractError(op, f"x must be BF16 or FP32, got {x.dtype}")
     q = empty_activation(x.shape[0], x.shape[1], x.device)
-    if x.shape[0]:
-        args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0))
-        name = "quantize_bf16" if x.dtype is torch.bfloat16 else "quantize_fp32"
-        _launch("quantize", name, x.device, block_grid(x.shape[0], x.shape[1]), _THREADS, args, overlap=True)
+    _quantize("quantize", x, q)
     return q
 
 
@@ -98,18 +97,20 @@ def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
             op, f"gate_up must be BF16 [T, 2 I] with I a multiple of 16, got {gate_up.dtype} {tuple(gate_up.shape)}"
         )
     q = empty_activation(gate_up.shape[0], width, gate_up.device)
-    if gate_up.shape[0]:
-        args = _QuantizeArgs(gate_up.data_ptr(), quantized_args(q), gate_up.stride(0))
-        _launch(
-            "quantize",
-            "silu_mul_quantize_bf16",
-            gate_up.device,
-            block_grid(gate_up.shape[0], width),
-            _THREADS,
-            args,
-            overlap=True,
-        )
+    _quantize("silu_mul_quantize", gate_up, q)
     return q
+
+
+def _quantize(name: str, x: torch.Tensor, q: QuantizedActivation) -> None:
+    rows, width = q.data.shape
+    if rows == 0:
+        return
+    grid, form = block_grid(rows, width), "bf16" if x.dtype is torch.bfloat16 else "fp32"
+    if grid > _MANY_CTAS and f"{name}_many_{form}" in _GROUPS_A_CTA:
+        name = f"{name}_many"
+        grid = -(-grid // _GROUPS_A_CTA[f"{name}_{form}"])
+    args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0), rows, 0)
+    _launch("quantize", f"{name}_{form}", x.device, grid, _THREADS, args, overlap=True)
 
 
 def empty_activation(rows: int, width: int, device: torch.device) -> QuantizedActivation:

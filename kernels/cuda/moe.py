@@ -24,6 +24,7 @@ MAX_PAIRS = 32768  # token and expert pairs of one pass: bounds the workspace at
 _STREAMED_TOKENS = 2048  # more than that, as prompts bring, are worth the kernel that is bound by arithmetic
 _MOST_ROWS = 73728  # pairs of one of its passes: a workspace of 1.3 GB for DeepSeek-V3
 _PARTS = 128  # of the tokens, which a pass takes whole
+_MANY_CTAS, _GROUPS_A_CTA = 8192, 4  # more CTAs of the scattering kernel take several groups each, EACH of csrc/moe/experts.cu
 _BLOCK_ROWS, _TILE_ROWS = 64, 256  # BLOCK, TILE_ROWS of csrc/moe/grouped.cu
 _MAX_ROUTED = 1024  # experts a router may choose from
 _ROW_ALIGNMENT = 4  # an expert's first row: TMA takes scales from 16-byte boundaries only
@@ -328,8 +329,10 @@ def _scatter(x: Rows, places: torch.Tensor, top_k: int, to: gemm.QuantizedArgs, 
             codes.data_ptr(), scales.data_ptr(), places.data_ptr(), to,
             codes.stride(0), scales.stride(0), scales.stride(1), top_k,
         )  # fmt: skip
-    tokens = places.shape[0] // top_k
-    _launch("moe", name, places.device, gemm.block_grid(tokens, to.width), _THREADS, scatter, overlap=True)
+    grid = gemm.block_grid(places.shape[0] // top_k, to.width)
+    if name == "scatter_fp8" and grid > _MANY_CTAS:
+        name, grid = "scatter_many_fp8", gemm.block_grid(places.shape[0] // top_k, -(-to.width // _GROUPS_A_CTA))
+    _launch("moe", name, places.device, grid, _THREADS, scatter, overlap=True)
 
 
 def _many_rows(

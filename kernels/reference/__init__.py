@@ -25,6 +25,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "rms_norm_quantized": linear.rms_norm_quantized,
     "quantize_activation": linear.quantize_activation,
     "rope": elementwise.rope,
+    "join_heads": elementwise.join_heads,
     "silu_and_mul": elementwise.silu_and_mul,
     "linear": linear.linear,
     "gated_mlp": linear.gated_mlp,

@@ -34,8 +34,15 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, i
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def rope(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
-    return rotate(x, positions, cos_sin, interleaved=interleaved).to(x.dtype)
+def rope(
+    x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor, *, interleaved: bool, in_place: bool = False
+) -> torch.Tensor:
+    rotated = rotate(x, positions, cos_sin, interleaved=interleaved)
+    return x.copy_(rotated) if in_place else rotated.to(x.dtype)
+
+
+def join_heads(own: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    return torch.cat((own, shared.unsqueeze(1).expand(-1, own.shape[1], -1)), dim=-1)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,7 @@ class MLA:
 
         latent [T, C] and k_rope [T, R] are the chunk's own, as append_kv returned them.
         """
-        q_rope = ops.rope(q[..., self.nope :], positions, self.cos_sin, interleaved=True)
-        q = torch.cat((q[..., : self.nope], q_rope), dim=-1)
+        ops.rope(q[..., self.nope :], positions, self.cos_sin, interleaved=True, in_place=True)
         out, lse = ops.prefill_attention(
             q, *self._expand(latent, k_rope), prefill.cu_lens_q, prefill.cu_lens_q,
             max_len_q=prefill.max_len_q, max_len_k=prefill.max_len_q, softmax_scale=self.softmax_scale, causal=True,
@@ -129,5 +128,4 @@ class MLA:
         """Keys [T, H, nope + R] and values [T, H, v] of latents [T, C] and rotated shared keys [T, R] (Eq. 2)."""
         kv = F.linear(latent.to(self.kv_b.dtype), self.kv_b).to(latent.dtype)
         k_nope, v = kv.unflatten(-1, (self.heads, -1)).split((self.nope, self.v_dim), dim=-1)
-        k_rope = k_rope.unsqueeze(1).expand(-1, self.heads, -1)
-        return torch.cat((k_nope, k_rope), dim=-1), v
+        return ops.join_heads(k_nope, k_rope), v

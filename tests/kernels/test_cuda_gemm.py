@@ -50,7 +50,7 @@ def test_slices_of_every_height_compile_clean(rows: int) -> None:
 
 @pytest.mark.hopper
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 7168), (65, 1040), (200, 16)])
+@pytest.mark.parametrize(("m", "k"), [(1, 128), (3, 7168), (65, 1040), (200, 16), (9001, 144), (1030, 16400)])
 def test_quantization_is_the_cpu_references_to_the_bit(m: int, k: int, dtype: torch.dtype) -> None:
     x = random_rows(m, k, dtype)
     x[0] = 0  # the floor
@@ -74,7 +74,7 @@ def test_quantization_takes_strided_rows_and_keeps_nan_in_its_block() -> None:
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize(("m", "i"), [(1, 128), (17, 1408), (64, 18432)])
+@pytest.mark.parametrize(("m", "i"), [(1, 128), (17, 1408), (64, 18432), (8195, 80), (4100, 4112)])
 def test_fused_activation_equals_its_two_steps(m: int, i: int) -> None:
     gate_up = torch.randn(m, 2 * i, device="cuda").mul(3).bfloat16()
     fused = gemm.silu_and_mul_quantized(gate_up).dequantize()

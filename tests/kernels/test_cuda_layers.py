@@ -70,6 +70,35 @@ def test_rope(dtype: torch.dtype, interleaved: bool) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("nope", [128, 127, 12])
+def test_rope_in_place_leaves_the_rest_alone(dtype: torch.dtype, interleaved: bool, nope: int) -> None:
+    """Heads that begin at 16-byte boundaries and heads that do not; more pairs than one CTA takes."""
+    cos_sin, positions = torch.rand(100, 64), torch.randint(0, 100, (70,))
+    x = torch.randn(70, 5, nope + 64).to(dtype)
+    device = x.cuda()
+    returned = ops.rope(device[..., nope:], positions.cuda(), cos_sin.cuda(), interleaved=interleaved, in_place=True)
+    assert returned.data_ptr() == device[..., nope:].data_ptr()
+    assert torch.equal(device[..., :nope].cpu(), x[..., :nope])
+    want = ops.rope(x[..., nope:], positions, cos_sin, interleaved=interleaved)
+    close(device[..., nope:], want)
+    close(ops.rope(x[..., nope:].cuda(), positions.cuda(), cos_sin.cuda(), interleaved=interleaved), want)
+    assert torch.equal(ops.rope(x[..., nope:], positions, cos_sin, interleaved=interleaved, in_place=True), want)
+
+
+@DTYPES
+@pytest.mark.parametrize(("own", "shared", "heads"), [(128, 64, 16), (24, 8, 5), (20, 12, 3), (8, 6, 2)])
+def test_join_heads(dtype: torch.dtype, own: int, shared: int, heads: int) -> None:
+    """Slices of wider rows, of which some are no multiples of 16 bytes."""
+    x, wide = torch.randn(70, heads, own + 128).to(dtype), torch.randn(70, shared + 8).to(dtype)
+    want = ops.join_heads(x[..., :own], wide[:, :shared])
+    assert want.shape == (70, heads, own + shared) and torch.equal(want[:, heads - 1, own:], wide[:, :shared])
+    poison_free_memory()
+    assert torch.equal(ops.join_heads(x.cuda()[..., :own], wide.cuda()[:, :shared]).cpu(), want)
+    assert ops.join_heads(x.cuda()[:0, :, :own], wide.cuda()[:0, :shared]).shape == (0, heads, own + shared)
+
+
+@DTYPES
 def test_silu_and_mul(dtype: torch.dtype) -> None:
     x = torch.randn(3, 5, 2 * 300).to(dtype) * 4
     x[0, 0, 0], x[0, 0, 1] = 100.0, -100.0

@@ -9,9 +9,11 @@ constexpr int QUANTIZE_THREADS = 256, BLOCKS_A_CTA = QUANTIZE_THREADS / BLOCK_LA
 // Grids of rows x groups of 16 blocks: the row and the block of this thread's sixteen lanes.
 struct RowBlock {
   int row, block, lane;
-  DEVICE RowBlock(int width) {
-    const int chunks = (width + 128 * BLOCKS_A_CTA - 1) / (128 * BLOCKS_A_CTA);
-    row = blockIdx.x / chunks, block = blockIdx.x % chunks * BLOCKS_A_CTA + threadIdx.x / BLOCK_LANES;
+  DEVICE explicit RowBlock(int width) : RowBlock(width, blockIdx.x, 1) {}
+  // The first of `each` groups, BLOCKS_A_CTA blocks apart, that follow `index` times as many.
+  DEVICE RowBlock(int width, int index, int each) {
+    const int chunk = 128 * BLOCKS_A_CTA * each, chunks = (width + chunk - 1) / chunk;
+    row = index / chunks, block = index % chunks * each * BLOCKS_A_CTA + threadIdx.x / BLOCK_LANES;
     lane = threadIdx.x % BLOCK_LANES;
   }
   DEVICE int column() const { return block * 128 + lane * LANE_VALUES; }
@@ -48,7 +50,16 @@ DEVICE uint4 round8(float (&v)[8]) {
   return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-DEVICE float silu_mul(float gate, float up) { return gate / (1.f + expf(-gate)) * up; }
+// v / by in its correct rounding, given 1 / by in its: a quotient, corrected once by its remainder. For finite values whose
+// quotients do not overflow; a division that is ready for the others costs three times the instructions.
+DEVICE float divide(float v, float by, float inverse) {
+  const float q = v * inverse;
+  return fmaf(fmaf(-q, by, v), inverse, q);
+}
+DEVICE float silu_mul(float gate, float up) {
+  const float by = 1.f + expf(-gate), inverse = __frcp_rn(by);
+  return (fmaxf(by, gate) < 1e37f ? divide(gate, by, inverse) : gate * inverse) * up;
+}
 
 // All 32 lanes call it. Codes of the lane's eight values; the block's scale is the same in its sixteen lanes.
 DEVICE uint2 quantize8(const float (&v)[8], float& scale) {
@@ -58,8 +69,11 @@ DEVICE uint2 quantize8(const float (&v)[8], float& scale) {
 #pragma unroll
   for (int d = BLOCK_LANES / 2; d; d /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, d));
   scale = amax / FP8_MAX;
-  return make_uint2(pack_e4m3(v[0] / scale, v[1] / scale, v[2] / scale, v[3] / scale),
-                    pack_e4m3(v[4] / scale, v[5] / scale, v[6] / scale, v[7] / scale));
+  const float inverse = __frcp_rn(scale);
+  float q[8];
+#pragma unroll
+  for (int i = 0; i < 8; i++) q[i] = divide(v[i], scale, inverse);
+  return make_uint2(pack_e4m3(q[0], q[1], q[2], q[3]), pack_e4m3(q[4], q[5], q[6], q[7]));
 }
 
 // Activation in this scheme: codes [rows, width], scales [ceil(width / 128), scale_stride].

@@ -10,35 +10,44 @@ struct ScatterArgs {
   int top_k;
 };
 
-// Each token's row to the places of its local pairs, quantized once. Grid: tokens x groups of 16 blocks.
-template <bool FP8> DEVICE void scatter(const ScatterArgs& a) {
+// Each token's row to the places of its local pairs, quantized once. Grid: tokens x groups of 16 * EACH blocks. Few rows are
+// spread over all SMs; of many, a thread has several loads on their way.
+template <bool FP8, int EACH> DEVICE void scatter(const ScatterArgs& a) {
   wait_for_previous_kernel();
   allow_next_kernel();
   const int width = a.to.width;
-  const RowBlock at(width);
-  const int token = at.row, block = at.block, column = at.column();
-  const int* places = a.places + (int64_t)token * a.top_k;
+  const RowBlock first(width, blockIdx.x, EACH);
+  const int* places = a.places + (int64_t)first.row * a.top_k;
   int local = 0;
   for (int k = 0; k < a.top_k; k++) local |= places[k] >= 0;
   if (!local) return;
-  float v[8];
-  zero8(v);
-  if (column < width) load8(v, a.x + (int64_t)token * width + column);
-  float scale;
-  const uint2 code = FP8 ? quantize8(v, scale) : make_uint2(0, 0);
-  for (int k = 0; k < a.top_k; k++) {
-    const int row = places[k];
-    if (row < 0 || block * 128 >= width) continue;
-    if (FP8) {
-      a.to.store(row, block, at.lane, code, scale);
-    } else if (column < width) {
-      *(uint4*)(a.copy + (int64_t)row * width + column) = round8(v);
+  float v[EACH][8];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int column = first.column() + i * 128 * BLOCKS_A_CTA;
+    zero8(v[i]);
+    if (column < width) load8(v[i], a.x + (int64_t)first.row * width + column);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    const int block = first.block + i * BLOCKS_A_CTA, column = first.column() + i * 128 * BLOCKS_A_CTA;
+    float scale;
+    const uint2 code = FP8 ? quantize8(v[i], scale) : make_uint2(0, 0);
+    for (int k = 0; k < a.top_k; k++) {
+      const int row = places[k];
+      if (row < 0 || block * 128 >= width) continue;
+      if (FP8) {
+        a.to.store(row, block, first.lane, code, scale);
+      } else if (column < width) {
+        *(uint4*)(a.copy + (int64_t)row * width + column) = round8(v[i]);
+      }
     }
   }
 }
 
-extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_fp8(const ScatterArgs a) { scatter<true>(a); }
-extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_bf16(const ScatterArgs a) { scatter<false>(a); }
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_fp8(const ScatterArgs a) { scatter<true, 1>(a); }
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_many_fp8(const ScatterArgs a) { scatter<true, 4>(a); }
+extern "C" __global__ void __launch_bounds__(QUANTIZE_THREADS) scatter_bf16(const ScatterArgs a) { scatter<false, 1>(a); }
 
 struct ScatterCodesArgs {
   const uint8_t* codes;  // [tokens, width], rows codes_stride bytes apart
@@ -192,15 +201,29 @@ extern "C" __global__ void __launch_bounds__(COMBINE_THREADS) sum_experts(const 
   if (t == 0) count = __popc(local);
   __syncthreads();
   uint4* out = (uint4*)(a.out + (int64_t)blockIdx.x * a.width);
-  for (int c = t; c < a.width / 8; c += COMBINE_THREADS) {
-    float sum[8];
-    zero8(sum);
-    for (int i = 0; i < count; i++) {
-      float v[8];
-      load8(v, (const bf16*)(rows[i] + c));
+  constexpr int EACH = 4;  // vectors of a thread, so that their loads are on their way together
+  const int vectors = a.width / 8;
+  for (int first = t; first < vectors; first += EACH * COMBINE_THREADS) {
+    float sum[EACH][8];
 #pragma unroll
-      for (int j = 0; j < 8; j++) sum[j] = fmaf(weights[i], v[j], sum[j]);
+    for (int j = 0; j < EACH; j++) zero8(sum[j]);
+    for (int i = 0; i < count; i++) {
+      const uint4* row = rows[i];
+      const float weight = weights[i];
+      uint4 raw[EACH];
+#pragma unroll
+      for (int j = 0; j < EACH; j++) raw[j] = row[min(first + j * COMBINE_THREADS, vectors - 1)];
+#pragma unroll
+      for (int j = 0; j < EACH; j++) {
+        float v[8];
+        load8(v, (const bf16*)&raw[j]);
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum[j][e] = fmaf(weight, v[e], sum[j][e]);
+      }
     }
-    out[c] = round8(sum);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+      if (first + j * COMBINE_THREADS < vectors) out[first + j * COMBINE_THREADS] = round8(sum[j]);
+    }
   }
 }
