@@ -25,7 +25,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.records import machine_state
-from tests.distributed.launched import PYTHON, Launched, environment
+from tests.distributed.launched import PYTHON, Launched, environment, posted
 
 RESULTS = Path(__file__).parent / "results" / "serving.jsonl"
 WORDS = [
@@ -72,11 +72,10 @@ async def one(port: int, prompt: str, max_tokens: int) -> Request:
         "prompt": prompt, "max_tokens": max_tokens, "stream": True, "ignore_eos": True, "return_token_ids": True,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
-    raw = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    sent = posted(body, headers="Connection: close\r\n")
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)
     request = Request(time.perf_counter())
-    writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(raw), raw))
+    writer.write(sent)
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue

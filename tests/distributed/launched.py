@@ -130,6 +130,13 @@ class Launched:
         return self.log.read_text(errors="replace")[-6000:]
 
 
+def posted(body: dict[str, Any], version: str = "1.1", headers: str = "") -> bytes:
+    """A completion request as it travels. headers: more of them, each with its end of line."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
 def free_port() -> int:
     """A port nobody listens on now; the server under test takes it a moment later."""
     with socket.socket() as probe:

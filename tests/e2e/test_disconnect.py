@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.serving import scrape
-from tests.distributed.launched import PYTHON, Launched
+from tests.distributed.launched import PYTHON, Launched, posted
 
 
 def blocks_in_use(port: int) -> float:
@@ -27,10 +26,8 @@ def test_blocks_free_after_a_disconnect(tmp_path: Path) -> None:
         launched.wait_ready()
         for prompt_tokens, streaming in ((1900, False), (1900, True), (4, False), (4, True)):
             body = {"prompt": [100 + i % 1000 for i in range(prompt_tokens)], "max_tokens": 100, "ignore_eos": True}
-            raw = json.dumps(body | {"stream": streaming}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
             with socket.create_connection(("127.0.0.1", launched.port)) as client:
-                client.sendall(head % len(raw) + raw)
+                client.sendall(posted(body | {"stream": streaming}))
                 limit = time.monotonic() + 60
                 while launched.get("/load")["num_running"] == 0 and blocks_in_use(launched.port) == 0:
                     assert time.monotonic() < limit

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from server.frontend import State
+from tests.distributed.launched import posted
 from tests.server.running import Running, eventually, running
 
 CHAT = "/v1/chat/completions"
@@ -321,12 +322,8 @@ async def test_a_client_that_leaves_is_noticed(streaming: bool, prefilling: bool
         replica = server.replicas[0]
         if prefilling:
             replica.paused.set()
-        body = json.dumps({"prompt": "x", "max_tokens": 400, "stream": streaming}).encode()
         _, writer = await asyncio.open_connection(*server.address)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
-            % (len(body), body)
-        )
+        writer.write(posted({"prompt": "x", "max_tokens": 400, "stream": streaming}))
         await eventually(lambda: replica.live)
         await asyncio.sleep(0.1)
         writer.close()
@@ -338,9 +335,7 @@ async def test_a_client_that_leaves_is_noticed(streaming: bool, prefilling: bool
 async def test_a_client_that_leaves_before_its_body_is_read() -> None:
     async with running() as server:
         _, writer = await asyncio.open_connection(*server.address)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
-        )
+        writer.write(posted({"prompt": "x"})[:-5])
         await writer.drain()
         await asyncio.sleep(0.1)
         writer.close()
@@ -434,9 +429,7 @@ async def test_metrics_follow_what_happened() -> None:
 async def test_slow_reader_holds_up_nobody() -> None:
     async with running(max_model_len=4096) as server:
         _, writer = await asyncio.open_connection(*server.address)  # asks for much and never reads
-        body = json.dumps({"prompt": "x", "max_tokens": 4000, "stream": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        writer.write(head % len(body) + body)
+        writer.write(posted({"prompt": "x", "max_tokens": 4000, "stream": True}))
         for _ in range(5):
             await asyncio.wait_for(server.post(COMPLETIONS, prompt="y", max_tokens=20), 5)
         await eventually(lambda: not server.replicas[0].live, limit_s=30)
@@ -529,13 +522,12 @@ async def _resident(http: httpx.AsyncClient) -> float:
 async def test_a_thousand_slow_readers() -> None:
     """A thousand streams at once whose clients read little and late: all get everything, other requests go on meanwhile."""
     async with running(max_model_len=1024, replicas={"step_s": 0.05}) as server:
-        body = json.dumps({"prompt": "x", "max_tokens": 60, "stream": True, "return_token_ids": True}).encode()
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        body = {"prompt": "x", "max_tokens": 60, "stream": True, "return_token_ids": True}
         rng = random.Random(1)
 
         async def read_slowly() -> int:
             reader, writer = await asyncio.open_connection(*server.address, limit=2048)
-            writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            writer.write(posted(body, headers="Connection: close\r\n"))
             received = bytearray()
             while piece := await reader.read(700):
                 received += piece

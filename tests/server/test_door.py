@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
+from tests.distributed.launched import posted
 from tests.server.running import Running, eventually, running
 
 ROUTES = ["/", "/v1/models", "/metrics", "/version", "/load", "/openapi.json", "/page/page.js", "/nowhere"]
@@ -136,12 +136,6 @@ async def test_request_ids_and_the_log() -> None:
         assert (line["request_id"], line["status"], line["output_tokens"], line["finish"]) == ("trace-1", 200, 3, "length")
 
 
-def _posted(body: dict[str, Any], version: str = "1.1", headers: str = "") -> bytes:
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 async def _answer(server: Running, *sent: bytes) -> bytes:
     """All that comes back for pieces sent one after the other, the last of which ends the connection."""
     reader, writer = await asyncio.open_connection(*server.address)
@@ -156,10 +150,10 @@ async def _answer(server: Running, *sent: bytes) -> bytes:
 async def test_streams_over_http_1_0_have_no_chunks() -> None:
     """A client, or a proxy, of HTTP/1.0 knows no Transfer-Encoding: its stream ends with the connection."""
     async with running(script="one two three") as server:
-        head, _, body = (await _answer(server, _posted({"prompt": "x", "stream": True}, "1.0"))).partition(b"\r\n\r\n")
+        head, _, body = (await _answer(server, posted({"prompt": "x", "stream": True}, "1.0"))).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head and b"connection: close" in head
         assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n") and b"\r\n" not in body
-        whole = await _answer(server, _posted({"prompt": "x"}, "1.0"))
+        whole = await _answer(server, posted({"prompt": "x"}, "1.0"))
         assert b"content-length: " in whole and json.loads(whole.partition(b"\r\n\r\n")[2])["usage"]
         assert (await _answer(server, b"GET /nowhere HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 404")
 
@@ -169,7 +163,7 @@ async def test_an_offer_of_another_protocol_is_ignored(offer: str) -> None:
     """Java's client offers h2c with its first request; the parser would drop the body and take it for the next request."""
     async with running() as server:
         headers = f"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: {offer}\r\nHTTP2-Settings: AAEAAEAA\r\n"
-        offered = _posted({"prompt": "x", "max_tokens": 3}, headers=headers)
+        offered = posted({"prompt": "x", "max_tokens": 3}, headers=headers)
         last = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
         cut = offered.index(b"\r\n\r\n") + 4
         for sent in ([offered + offered + last], [offered[:40], offered[40:cut], offered[cut:] + offered, last]):
@@ -192,10 +186,10 @@ async def test_a_client_that_leaves_with_requests_behind_the_one_that_runs(
     """Pipelined requests learn that nobody waits: the first is aborted and leaves no traceback, the others never start."""
     async with running(replicas={"step_s": 0.02}) as server:
         _, writer = await asyncio.open_connection(*server.address)
-        writer.write(_posted({"prompt": "x", "max_tokens": 400, "stream": stream}))
+        writer.write(posted({"prompt": "x", "max_tokens": 400, "stream": stream}))
         await eventually(lambda: server.client.load()["num_open"] == 1)
         for _ in range(behind):
-            writer.write(_posted({"prompt": "y"}))
+            writer.write(posted({"prompt": "y"}))
             await asyncio.sleep(0.05)
         await asyncio.sleep(0.1)
         writer.transport.abort()
