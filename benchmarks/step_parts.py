@@ -37,7 +37,7 @@ PARTS = {
 }
 KERNELS = (  # part -> the start of its kernels' names; the first match counts
     ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_|fetch_dequant"),
-    ("experts", r"route|sort_pairs|scatter_|gate_|combine_experts|stream_"),
+    ("experts", r"route|sort_pairs|count_parts|place_parts|scatter_|gate_|combine_experts|sum_experts|stream_|grouped_"),
     ("norms", r"rms_norm|norm_"),
     (
         "linears",

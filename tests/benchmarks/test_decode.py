@@ -193,7 +193,7 @@ def test_every_operation_of_a_decode_step_belongs_to_a_part() -> None:
     """A new operation must be named in PARTS, or its time and bytes would be missing from the roofline."""
     from kernels.reference import OPS
 
-    only_prefill = {"prefill_attention", "merge_attention", "fetch_dequant", "rope", "silu_and_mul"}
+    only_prefill = {"prefill_attention", "merge_attention", "fetch_dequant", "rope", "join_heads", "silu_and_mul"}
     assert set(OPS) - only_prefill <= {name for names in step_parts.PARTS.values() for name in names}
 
 
@@ -201,7 +201,7 @@ def test_every_operation_of_a_decode_step_belongs_to_a_part() -> None:
     ("kernel", "part"),
     [
         ("mla_decode_fp8", "attention"), ("quantize_q_bf16_fp8", "attention"), ("quantize_bf16", "linears"),
-        ("stream_fp8_16", "experts"), ("norm_vectors_1_bf16", "norms"), ("absorb_query", "linears"), ("nvjet_sm90_tst_64x8", "linears"),
+        ("stream_fp8_16", "experts"), ("grouped_fp8", "experts"), ("norm_vectors_1_bf16", "norms"), ("absorb_query", "linears"), ("nvjet_sm90_tst_64x8", "linears"),
         ("ncclDevKernel_AllGather_RING_LL", "collectives"), ("void at::native::vectorized_elementwise_kernel<4>", "other"),
     ],
 )  # fmt: skip
