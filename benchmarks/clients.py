@@ -16,8 +16,8 @@ from typing import Any
 
 from benchmarks.lm_eval_local import evaluate, run, write_task
 from benchmarks.openai_client import openai_python
-from benchmarks.records import machine_state
-from benchmarks.serving import RESULTS, scrape
+from benchmarks.records import RESULTS, append, machine_state
+from benchmarks.serving import scrape
 from engine.hub import resolve_model
 from tests.distributed.launched import PYTHON, Launched
 
@@ -92,8 +92,7 @@ def main() -> None:
         log = launched.log.read_text()
     result |= {"server_errors": log.count('"status":5'), "machine": machine_state("cpu")}
     print(json.dumps(result, indent=1))
-    with (RESULTS.parent / "clients.jsonl").open("a") as file:
-        file.write(json.dumps(result) + "\n")
+    append(RESULTS / "clients.jsonl", result)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import machine_state
+from benchmarks.records import RESULTS, append, machine_state
 
-RESULTS = Path(__file__).parent / "results" / "cpu_decode.jsonl"
 ROOT = Path(__file__).resolve().parent.parent
 ALONE = 4  # prompts of the one-at-a-time cases: their speed does not depend on how many follow each other
 
@@ -189,8 +188,7 @@ def main() -> None:
         "transformers": version("transformers"),
         **machine_state("cpu"),
     }
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(line) + "\n")
+    append(RESULTS / "cpu_decode.jsonl", line)
     print(json.dumps(line["over_transformers"], indent=1))
 
 

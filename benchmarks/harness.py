@@ -6,7 +6,6 @@ warmed with its own work for WARM_MS before MEASURE_MS of replays count, and eve
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.records import RESULTS, machine_state
+from benchmarks.records import RESULTS, append, machine_state
 
 __all__ = ["RESULTS", "Log", "Timing", "copy_rate", "eager", "matmul_rate", "run_parts", "sm_clock", "steady"]
 
@@ -77,11 +76,9 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.path, self.state = path, machine_state("cuda") | {"warm_ms": WARM_MS, "measure_ms": MEASURE_MS}
-        path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, **fields: object) -> None:
-        with self.path.open("a") as out:
-            out.write(json.dumps(fields | self.state) + "\n")
+        append(self.path, fields | self.state)
 
 
 def matmul_rate(dtype: torch.dtype, size: int = 8192) -> float:

@@ -78,10 +78,8 @@ class Records:
         self._known = read(path)
 
     def write(self, **fields: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         line = fields | self.state
-        with self.path.open("ab", buffering=0) as out:  # one write: lines of processes that share a file do not mix
-            out.write(json.dumps(line).encode() + b"\n")
+        append(self.path, line)
         self._known.append(line)
 
     def has(self, **key: Any) -> bool:
@@ -91,6 +89,13 @@ class Records:
     def find(self, **key: Any) -> list[dict[str, Any]]:
         """The lines with these fields, oldest first."""
         return [line for line in self._known if all(line.get(name) == value for name, value in key.items())]
+
+
+def append(path: Path, line: dict[str, Any]) -> None:
+    """One line, in one write: lines of processes that share a file do not mix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab", buffering=0) as out:
+        out.write(json.dumps(line).encode() + b"\n")
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ import statistics
 import time
 from pathlib import Path
 
-from benchmarks.records import RESULTS, machine_state
+from benchmarks.records import RESULTS, append, machine_state
 from engine.block_manager import BLOCK_SIZE, BlockManager
 from engine.config import SchedulerConfig
 from engine.messages import AddRequest
@@ -95,9 +95,7 @@ def main() -> None:
         for num_drafts, prefix_cache in ((0, True), (0, False), (1, True)):
             line = measure(args.sequences, context, args.steps, num_drafts, prefix_cache) | {"machine": machine_state("cpu")}
             print(json.dumps({key: value for key, value in line.items() if key != "machine"}))
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            with args.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(args.output, line)
 
 
 if __name__ == "__main__":

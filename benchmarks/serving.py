@@ -24,10 +24,9 @@ from pathlib import Path
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.records import machine_state
+from benchmarks.records import RESULTS, append, machine_state
 from tests.distributed.launched import PYTHON, Launched, environment, posted
 
-RESULTS = Path(__file__).parent / "results" / "serving.jsonl"
 WORDS = [
     "In",
     "the",
@@ -159,7 +158,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--prompt-words", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "serving.jsonl")
     parser.add_argument("engine", nargs="*", help="options of engine.launch, after --")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
@@ -188,9 +187,7 @@ def main() -> None:
         "machine": machine_state("cuda" if torch.cuda.is_available() and "cpu" not in args.engine else "cpu"),
     }
     print(json.dumps(result, indent=1))
-    args.output.parent.mkdir(exist_ok=True)
-    with args.output.open("a") as file:
-        file.write(json.dumps(result) + "\n")
+    append(args.output, result)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.records import machine_state
-from benchmarks.serving import RESULTS, WORDS, scrape
+from benchmarks.records import RESULTS, append, machine_state
+from benchmarks.serving import WORDS, scrape
 from engine.hub import resolve_model
 from engine.llm import LLM
 from engine.openai_types import CompletionRequest, parse_request
@@ -194,8 +194,7 @@ def main() -> int:
     print(json.dumps(result, indent=1))
     for entry in wrong[:5]:
         print(json.dumps(entry))
-    with (RESULTS.parent / "soak.jsonl").open("a") as file:
-        file.write(json.dumps(result) + "\n")
+    append(RESULTS / "soak.jsonl", result)
     return 0 if healthy else 1
 
 

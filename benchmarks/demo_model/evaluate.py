@@ -23,6 +23,7 @@ from benchmarks.demo_model.checkpoint import load_checkpoint
 from benchmarks.demo_model.model import DemoModel
 from benchmarks.demo_model.recall import RecallTask
 from benchmarks.demo_model.tokenizer import BOS_ID, EOS_ID
+from benchmarks.records import append
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = (
@@ -175,8 +176,7 @@ def main() -> None:
         }
         print(json.dumps(record), flush=True)
         if args.output:
-            with args.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append(args.output, record)
 
     model = load_checkpoint(args.model, getattr(torch, args.dtype)).to(args.device)
     report(model, tokenizer, load_heldout(tokenizer), args.distances, args.prompts, emit, args.lengths)
