@@ -49,7 +49,14 @@ class ProductArgs(ctypes.Structure):
 
 
 class _QuantizeArgs(ctypes.Structure):
-    _fields_ = (("x", c_void_p), ("to", QuantizedArgs), ("x_stride", c_int64), ("rows", c_int), ("_pad", c_int))
+    _fields_ = (
+        ("x", c_void_p),
+        ("to", QuantizedArgs),
+        ("x_stride", c_int64),
+        ("live", c_void_p),
+        ("rows", c_int),
+        ("_pad", c_int),
+    )
 
 
 class _StreamArgs(ctypes.Structure):
@@ -87,8 +94,11 @@ def quantize_1x128(x: torch.Tensor) -> QuantizedActivation:
     return q
 
 
-def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
-    """`ops.silu_and_mul` of BF16 [T, 2 I], rounded to BF16, then quantized like `quantize_1x128`."""
+def silu_and_mul_quantized(gate_up: torch.Tensor, live: torch.Tensor | None = None) -> QuantizedActivation:
+    """`ops.silu_and_mul` of BF16 [T, 2 I], rounded to BF16, then quantized like `quantize_1x128`.
+
+    live: int32 [1] on the device, how many rows there are; the others' results hold anything
+    """
     op = "silu_and_mul_quantized"
     _require_rows(op, gate_up)
     width = gate_up.shape[1] // 2
@@ -97,11 +107,11 @@ def silu_and_mul_quantized(gate_up: torch.Tensor) -> QuantizedActivation:
             op, f"gate_up must be BF16 [T, 2 I] with I a multiple of 16, got {gate_up.dtype} {tuple(gate_up.shape)}"
         )
     q = empty_activation(gate_up.shape[0], width, gate_up.device)
-    _quantize("silu_mul_quantize", gate_up, q)
+    _quantize("silu_mul_quantize", gate_up, q, live)
     return q
 
 
-def _quantize(name: str, x: torch.Tensor, q: QuantizedActivation) -> None:
+def _quantize(name: str, x: torch.Tensor, q: QuantizedActivation, live: torch.Tensor | None = None) -> None:
     rows, width = q.data.shape
     if rows == 0:
         return
@@ -109,7 +119,7 @@ def _quantize(name: str, x: torch.Tensor, q: QuantizedActivation) -> None:
     if grid > _MANY_CTAS and f"{name}_many_{form}" in _GROUPS_A_CTA:
         name = f"{name}_many"
         grid = -(-grid // _GROUPS_A_CTA[f"{name}_{form}"])
-    args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0), rows, 0)
+    args = _QuantizeArgs(x.data_ptr(), quantized_args(q), x.stride(0), binding.pointer(live), rows, 0)
     _launch("quantize", f"{name}_{form}", x.device, grid, _THREADS, args, overlap=True)
 
 

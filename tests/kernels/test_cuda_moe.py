@@ -149,6 +149,8 @@ def test_tokens_of_prompts_match_the_reference(
     """Reports N12, N22: the products bound by arithmetic, in one pass and in several; experts with many rows, with few and
     with none; ids out of range and -1; rows from BF16 and as they travel."""
     monkeypatch.setattr(moe, "_MOST_ROWS", most)
+    if most < moe.MAX_PAIRS:  # the local pairs are counted
+        monkeypatch.setattr(moe, "MAX_PAIRS", 0)
     gate_up, down = experts(16, 2 * inner, hidden), experts(16, hidden, inner)
     weights, ids = choices(tokens, 6, 48)
     ids[torch.rand(tokens, 6, device="cuda") < 0.2] = -1
@@ -231,11 +233,11 @@ def test_more_pairs_than_one_pass_takes(monkeypatch: pytest.MonkeyPatch) -> None
     assert worst_row_error(moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0), whole.double()) < 2e-3
 
 
-@pytest.mark.parametrize("quantized", [True, False])
-def test_grouped_mlp_replays_in_a_graph_with_new_choices(quantized: bool) -> None:
+@pytest.mark.parametrize(("quantized", "tokens"), [(True, 33), (False, 33), (True, 2100)])
+def test_grouped_mlp_replays_in_a_graph_with_new_choices(quantized: bool, tokens: int) -> None:
     gate_up, down = experts(16, 768, 640, quantized), experts(16, 640, 384, quantized)
-    x = torch.randn(33, 640, device="cuda").bfloat16()
-    weights, ids = choices(33, 4, 20)
+    x = torch.randn(tokens, 640, device="cuda").bfloat16()
+    weights, ids = choices(tokens, 4, 20)
 
     def step() -> torch.Tensor:
         return moe.grouped_mlp(x, weights, ids, gate_up, down, first_expert=0)
@@ -244,9 +246,9 @@ def test_grouped_mlp_replays_in_a_graph_with_new_choices(quantized: bool) -> Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         y = step()
-    for live in (33, 5, 0):
+    for live in (tokens, 5, 0):
         x.copy_(torch.randn_like(x))
-        ids.copy_(choices(33, 4, 20)[1])
+        ids.copy_(choices(tokens, 4, 20)[1])
         ids[live:] = -1
         y.fill_(float("nan"))
         graph.replay()

@@ -5,6 +5,7 @@ struct QuantizeArgs {
   const void* x;  // [rows, width], or [rows, 2 width] gate and up halves; row stride in elements
   Quantized to;
   int64_t x_stride;
+  const int* live;  // how many rows there are where the host knows only their limit, or null
   int rows, _pad;
 };
 
@@ -12,14 +13,15 @@ struct QuantizeArgs {
 template <class T, bool SILU, int EACH> DEVICE void quantize(const QuantizeArgs& a) {
   wait_for_previous_kernel();
   allow_next_kernel();
-  const int width = a.to.width;
+  const int width = a.to.width, rows = a.live ? min(a.rows, *a.live) : a.rows;
+  if (RowBlock(width, EACH * blockIdx.x, 1).row >= rows) return;
   float v[EACH][8], up[EACH][8];
 #pragma unroll
   for (int i = 0; i < EACH; i++) {
     const RowBlock at(width, EACH * blockIdx.x + i, 1);
     const T* x = (const T*)a.x + at.row * a.x_stride + at.column();
     zero8(v[i]), zero8(up[i]);
-    if (at.row >= a.rows || at.column() >= width) continue;
+    if (at.row >= rows || at.column() >= width) continue;
     load8(v[i], x);
     if (SILU) load8(up[i], x + width);
   }
@@ -33,7 +35,7 @@ template <class T, bool SILU, int EACH> DEVICE void quantize(const QuantizeArgs&
     }
     float scale;
     const uint2 code = quantize8(v[i], scale);
-    if (at.row < a.rows && at.block * 128 < width) a.to.store(at.row, at.block, at.lane, code, scale);
+    if (at.row < rows && at.block * 128 < width) a.to.store(at.row, at.block, at.lane, code, scale);
   }
 }
 
