@@ -213,7 +213,10 @@ def small_kernels(tokens: int) -> dict[str, object]:
 
 
 def latent_case(tokens: int, rate: float) -> dict[str, object]:
-    """The products with the halves of kv_b and what is fused with them, beside the separate steps; weights from memory."""
+    """The products with the halves of kv_b and what is fused with them, beside the separate steps; weights from memory.
+
+    goal_us counts the weight's bytes alone, as for the dense layers; query_goal_us and values_goal_us the rows' as well.
+    """
     heads, copies = 128, 12
     kv_b = [torch.randn(heads, 256, 512, device="cuda").bfloat16() for _ in range(copies)]
     w_uk, w_uv = [w[:, :128] for w in kv_b], [w[:, 128:].transpose(1, 2) for w in kv_b]
@@ -228,8 +231,13 @@ def latent_case(tokens: int, rate: float) -> dict[str, object]:
         return gemm.quantize_1x128(torch.bmm(out.transpose(0, 1), w_uv[i % copies]).transpose(0, 1).flatten(1))
 
     size = heads * 128 * 512 * 2
+    # What goes in and out is as much as the weight at 64 tokens.
+    query = size + tokens * heads * (2 * 192 + 512 + 2 * 64 + 4)
+    values = size + tokens * heads * (2 * 512 + 128 + 4)
     result = {
         "case": "kv_b halves", "tokens": tokens, "bytes": size, "goal_us": size / (GOAL_SHARE * rate) * 1e6 + GOAL_EXTRA_US,
+        "query_goal_us": query / (GOAL_SHARE * rate) * 1e6 + GOAL_EXTRA_US,
+        "values_goal_us": values / (GOAL_SHARE * rate) * 1e6 + GOAL_EXTRA_US,
         "absorb_query_us": graph_us(lambda i: absorb_query(q, w_uk[i % copies], positions, table, fmt=CacheFormat.FP8), 24),
         "absorb_query_separate_us": graph_us(separate_query, 24),
         "project_values_us": graph_us(lambda i: project_values(out, w_uv[i % copies], quantize=True), 24),
