@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,9 +190,12 @@ def create_context(config: EngineConfig, device: torch.device | str) -> Parallel
     return ParallelContext.simulated(world.dp, world.tp, fp8_dispatch=config.fp8_dispatch)
 
 
-def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Executor, WorkerInfo]:
+def build_worker(
+    config: EngineConfig, parallel: ParallelContext, entered: Callable[[str], None] = lambda phase: None
+) -> tuple[Executor, WorkerInfo]:
     """Load the model, size and allocate the cache, and build this rank's executor.
 
+    entered: called with the name of each part that takes its time, as it begins
     Raises ConfigError, before weights are read wherever the configuration alone shows the fault.
     """
     device = resolve_device(config)
@@ -208,6 +212,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
         )
     if config.kernels == "reference":
         ops.use_backend("reference")
+    entered("weights")
     try:
         model = load_model(
             folder,
@@ -222,17 +227,8 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
-    probe = None
-    if config.fidelity_fraction:
-        lines = config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs * (1 + config.num_speculative_tokens)
-        probe = FidelityProbe(
-            model_config,
-            fraction=config.fidelity_fraction,
-            max_model_len=max_model_len,
-            max_lines=lines,
-            num_heads=model_config.num_heads // parallel.tp,
-            device=device,
-        )
+    entered("cache")
+    probe = _probe(config, model_config, max_model_len, parallel.tp, device) if config.fidelity_fraction else None
 
     def runner(cache: KVCache) -> ModelRunner:
         return ModelRunner(
@@ -252,7 +248,6 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     def allocate(num_blocks: int) -> KVCache:
         return KVCache.allocate(model_config, fmt, num_blocks, device, config.num_speculative_tokens)
 
-    block_bytes = BLOCK_SIZE * bytes_per_token(model_config, fmt, config.num_speculative_tokens)
     num_blocks = config.num_cache_blocks
     if not num_blocks:
         memory = config.cache_memory_bytes
@@ -261,6 +256,7 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
         elif not memory:
             memory = _free_bytes(config, device, _activation_bytes(runner(allocate(1)), config, max_model_len))
             memory -= _row_bytes(config, model_config)
+        block_bytes = BLOCK_SIZE * bytes_per_token(model_config, fmt, config.num_speculative_tokens)
         most = _USEFUL_CACHES * config.scheduler.max_num_seqs * -(-max_model_len // BLOCK_SIZE)
         num_blocks = num_blocks_for(memory, block_bytes, most)
     num_blocks = _least_of_all_ranks(num_blocks, parallel, device)
@@ -276,10 +272,23 @@ def build_worker(config: EngineConfig, parallel: ParallelContext) -> tuple[Execu
     )
     model_runner = runner(allocate(num_blocks))
     if with_graphs:
+        entered("graphs")
         model_runner.capture_graphs(show_progress=parallel.rank == 0, fast_start=config.fast_start)
     for experts in model.experts:
         experts.load.zero_()  # the step that sized the cache served nobody
     return Executor(model_runner, parallel), info
+
+
+def _probe(config: EngineConfig, model: ModelConfig, max_model_len: int, tp: int, device: torch.device) -> FidelityProbe:
+    lines = config.scheduler.max_num_batched_tokens + config.scheduler.max_num_seqs * (1 + config.num_speculative_tokens)
+    return FidelityProbe(
+        model,
+        fraction=config.fidelity_fraction,
+        max_model_len=max_model_len,
+        max_lines=lines,
+        num_heads=model.num_heads // tp,
+        device=device,
+    )
 
 
 def assemble_core(config: EngineConfig, executor: Executor, info: WorkerInfo, parallel: ParallelContext) -> EngineCore:

@@ -204,8 +204,7 @@ def _serve(config: EngineConfig, place: Place, store: dist.Store, address: Addre
         size = check_checkpoint(Path(config.model)) if place.local_rank == 0 else 0
         check_memory(device, size, config)
     check_all_reduce(device)
-    heartbeat.enter("model and cache")
-    executor, info = build_worker(config, parallel)
+    executor, info = build_worker(config, parallel, heartbeat.enter)
     heartbeat.enter("ready")
     if not parallel.is_leader:
         executor.follow()

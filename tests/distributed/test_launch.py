@@ -38,7 +38,7 @@ def test_the_literal_command(tmp_path: Path) -> None:
     with Launched(torchrun(), "--dp", "4", "--tp", "2", *SMALL, "--cache-format", "fp32", log=tmp_path / "log") as launched:
         launched.wait_ready()
         assert launched.text().startswith("serving the bundled demo model")
-        assert all(phase in launched.text() for phase in ("process groups", "pre-flight", "model and cache"))
+        assert all(phase in launched.text() for phase in ("process groups", "pre-flight", "weights", "cache"))
         answers = {
             launched.post("/v1/completions", prompt=PROMPT, max_tokens=12, temperature=0, data_parallel_rank=rank)["choices"][
                 0
@@ -190,7 +190,7 @@ def test_taken_port_ends_the_launch_before_weights_are_read(tmp_path: Path) -> N
         winner, loser = (first, second) if second.process.poll() is not None else (second, first)
         assert loser.process.returncode not in (0, None)
         assert f"cannot listen on 127.0.0.1:{first.port}" in loser.text() and "--port" in loser.text()
-        assert "model and cache" not in loser.text()
+        assert "weights" not in loser.text()
         winner.wait_ready()
         winner.process.send_signal(signal.SIGTERM)
         assert winner.wait(60) == 0, winner.text()
