@@ -37,6 +37,7 @@ SHARING = (
     "numerics",
 )  # parts of these share what takes long to make: weights, ceilings, activations
 CORES = 4  # of a process that runs beside others
+DRAWING = 15  # seconds that all figures take
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,11 @@ def at_once() -> int:
 
 
 def planned(todo: Sequence[Run], beside: int) -> int:
-    """Seconds that the runs should take: timings one after another, the others on `beside` places, longest first."""
+    """Seconds that it should take: timings one after another, the others on `beside` places, longest first, and drawing."""
     places = [0] * beside
     for seconds in sorted((run.seconds for run in todo if not run.timing), reverse=True):
         places[places.index(min(places))] += seconds
-    return max(places) + sum(run.seconds for run in todo if run.timing)
+    return max(places) + sum(run.seconds for run in todo if run.timing) + (DRAWING if todo else 0)
 
 
 def measure(run: Run, beside: int) -> bool:
