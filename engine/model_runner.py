@@ -20,9 +20,9 @@ from engine.fidelity import FidelityProbe
 from engine.kv_cache import KVCache
 from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
-from engine.sampler import TokenScores, count_tokens, score
+from engine.sampler import TokenScores, score
 from engine.sampling_state import Matcher, SamplingState
-from engine.speculative import DecodeLines, Drafter, DraftRows, count_accepted
+from engine.speculative import Drafter, DraftRows
 from engine.staging import HostCopy, to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE
@@ -62,7 +62,6 @@ class PendingStep:
     num_scored: list[tuple[bool, list[int]]]  # (of a prompt?, row of each line), in the order of the copies
     timer: _Timer
     errors: dict[int, str] = field(default_factory=dict)  # row -> why its grammar allows nothing
-    speculates: bool = False  # whether the copies hold the accepted drafts of each decode sequence, after the tokens
     compared: bool = False  # whether the copies end with the layers' attention errors
 
     @property
@@ -80,9 +79,8 @@ class PendingStep:
         lines: dict[int, list[int]] = {}
         for row, token in zip(self.sampled_rows, next(copied).tolist()):
             lines.setdefault(row, []).append(token)
-        if self.speculates:
-            for step, accepted in zip(self.plan.decodes, next(copied).tolist()):
-                del lines[step.row][accepted + 1 :]
+        for step, accepted in zip(self.plan.decodes, next(copied).tolist()):  # none where no drafts were verified
+            del lines[step.row][accepted + 1 :]
         sampled: dict[int, list[TokenLogprob]] = {}
         prompts: dict[int, list[TokenLogprob]] = {}
         for of_prompt, rows in self.num_scored:
@@ -170,11 +168,11 @@ class _Chunks:
 
 class _Done(NamedTuple):
     """What a step leaves: hidden states [T, D]; tokens int64 [n] of all sampled lines, those of the decode sequences first, -1
-    for a broken line; accepted int64 [B] drafts of each decode sequence, None where nothing was drafted."""
+    for a broken line; accepted int64 [B] drafts of each decode sequence, empty where none were verified."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
-    accepted: torch.Tensor | None
+    accepted: torch.Tensor
 
 
 class ModelRunner:
@@ -246,7 +244,7 @@ class ModelRunner:
         self._take_rows(plan)
         if plan.agreement is not None and not plan.agreement.any_work:
             timer.stop()
-            return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)]), [], timer)
+            return PendingStep(plan, [], {}, {}, HostCopy([torch.empty(0, dtype=torch.int64)] * 2), [], timer)
         sampled_rows = [step.row for step in plan.decodes for _ in range(plan.query_len)]
         sampled_rows += [step.row for step in plan.prefills if step.sample]
         matchers = self._follow_grammars(sampled_rows)
@@ -259,7 +257,7 @@ class ModelRunner:
         else:
             done = self._run_eagerly(plan, sequences)
         tokens = done.tokens[: len(sampled_rows)]
-        accepted = done.accepted[: len(plan.decodes)] if done.accepted is not None else None
+        accepted = done.accepted[: len(plan.decodes)]
         scored = self._score_prompts(plan, done.hidden) + self._score_samples(plan, done.hidden, tokens, sampled_rows)
         errors = self._probe.errors() if self._probe is not None and self._leads else None
         timer.stop()
@@ -269,13 +267,12 @@ class ModelRunner:
             {step.row: step.prompt_logprobs for step in plan.prefills if step.prompt_logprobs is not None},
             {row: top for row in sampled_rows if (top := self._sampling.num_logprobs(row)) is not None},
             HostCopy(
-                [tokens, *([accepted] if accepted is not None else []), *(t for _, part in scored for t in part.tensors())]
+                [tokens, accepted, *(t for _, part in scored for t in part.tensors())]
                 + ([errors] if errors is not None else [])
             ),
             [(of_prompt, part.rows) for of_prompt, part in scored],
             timer,
             {sampled_rows[line]: m.error for line, m in matchers.items() if m.error is not None},
-            speculates=accepted is not None,
             compared=errors is not None,
         )
         self._unmatched += [(pending, line, matcher) for line, matcher in matchers.items() if matcher.error is None]
@@ -458,8 +455,8 @@ class ModelRunner:
         table = self._tables(seqs.row, width)
         starts, drafts = seqs.start, None
         if self._drafter is not None:
-            starts = starts + seqs.in_flight * self._accepted.index_select(0, seqs.row)
-        at = DecodeLines.at(starts, seqs.num_drafts, seqs.num_slots, table, query_len)
+            starts = torch.addcmul(starts, seqs.in_flight, self._accepted.index_select(0, seqs.row))
+        at = ops.decode_lines(starts, seqs.num_drafts, seqs.num_slots, table, query_len)
         ids = torch.where(seqs.token < 0, self._last_tokens.index_select(0, seqs.row), seqs.token)[:, None]
         if query_len > 1:
             assert self._drafter is not None, "the plan has drafts, this runner makes none"
@@ -482,7 +479,7 @@ class ModelRunner:
             slots=slots,
             block_table=table,
             seq_lens=at.seq_lens,
-            num_query=(at.num_drafts + 1).to(torch.int32) if query_len > 1 else None,
+            num_query=at.num_query if query_len > 1 else None,
             decode_plan=decode_plan,
             prefill=chunks.metadata if chunks is not None else None,
         )
@@ -494,18 +491,17 @@ class ModelRunner:
         if len(lines):
             logits = self.model.logits(hidden.index_select(0, lines) if chunks is not None else hidden)
             if self._leads:
-                tokens = ops.choose_tokens(logits, positions.index_select(0, lines) + 1, rows, self._sampling.table, drafts)
+                at_lines = positions.index_select(0, lines) if chunks is not None else positions
+                tokens = ops.choose_tokens(logits, at_lines + 1, rows, self._sampling.table, drafts)
             tokens = self.parallel.tp_broadcast(tokens)
 
-        # The last token of each sequence; what lines behind a rejected draft sampled is dropped.
-        last, kept, accepted = torch.arange(len(tokens), device=self.device), None, None
+        # The last token of each sequence; what lines behind a rejected draft chose is dropped.
+        accepted, kept = ops.accept_tokens(tokens, rows, self._sampling.table, drafts), None
+        last = torch.arange(len(tokens), device=self.device)
         if drafts is not None:
-            accepted = count_accepted(tokens[:num_lines].view(count, query_len), drafts.tokens, drafts.counts)
             self._accepted.index_copy_(0, seqs.row, accepted)
-            kept = (torch.arange(query_len, device=self.device) <= accepted[:, None]).flatten()
-            kept = torch.nn.functional.pad(kept, (0, len(tokens) - num_lines), value=True)
+            kept = ops.decode_lines(starts, accepted, seqs.num_slots, table, query_len)
             last = torch.cat((last[:num_lines:query_len] + accepted, last[num_lines:]))
-        count_tokens(self._sampling.table, rows, tokens, kept)
         next_ids = tokens.clamp(min=0)
         self._last_tokens.index_copy_(0, last_rows, next_ids.index_select(0, last))
         if self._drafter is not None:
@@ -514,7 +510,7 @@ class ModelRunner:
                 next_ids = torch.cat((next_ids[:num_lines], of_chunks))
                 last, table = lines.index_select(0, last), self._tables(last_rows, width)
             draft_rows = DraftRows(last, last_rows, positions.index_select(0, last), num_slots, table)
-            self._drafter.draft(batch, hidden, next_ids, accepted, draft_rows, depth=depth)
+            self._drafter.draft(batch, hidden, next_ids, kept, draft_rows, depth=depth)
         return _Done(hidden, tokens, accepted)
 
     # ---- outputs

@@ -1,13 +1,10 @@
-"""What sampling needs beside the choice of a token, which is `ops.choose_tokens`: log probabilities, and the history that
-penalties count. Pure functions over tensors, on any device."""
+"""Log probabilities of tokens, as pure functions over tensors, on any device. Their choice is `ops.choose_tokens`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-
-from kernels.layout import SamplingTable
 
 
 @dataclass(frozen=True)
@@ -29,9 +26,3 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> TokenScor
     chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
     top = logits.topk(min(num_top, logits.shape[1]), dim=-1)
     return TokenScores((chosen - norm)[:, 0], (logits > chosen).sum(-1) + 1, top.indices, top.values - norm)
-
-
-def count_tokens(table: SamplingTable, rows: torch.Tensor, tokens: torch.Tensor, live: torch.Tensor | None) -> None:
-    """Add tokens, int64 [n], to the histories of their rows, int64 [n]. live: bool [n], False where a token was dropped."""
-    counted = tokens >= 0 if live is None else live & (tokens >= 0)
-    table.history.view(-1).scatter_add_(0, rows * table.vocab_size + tokens.clamp(min=0), counted.to(torch.int32))

@@ -21,54 +21,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import ops
-from kernels.layout import BLOCK_SIZE, CacheFormat, DecodePlan, Drafts, LatentCache, SamplingTable
+from kernels.layout import CacheFormat, DecodeLines, DecodePlan, Drafts, LatentCache, SamplingTable
 from models.batch import AttentionMetadata, ForwardBatch
 from models.causal_lm import CausalLM
-
-
-def count_accepted(targets: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
-    """How many leading drafts equal what was sampled in their place, int64 [B].
-
-    targets: int64 [B, S] sampled tokens, line j following the first j drafts; drafts: int64 [B, S - 1]
-    num_drafts: int64 [B], drafts beyond it are padding
-    """
-    positions = torch.arange(drafts.shape[1], device=drafts.device)
-    equal = (targets[:, :-1] == drafts) & (positions < num_drafts[:, None])
-    return equal.long().cumprod(dim=1).sum(dim=1)
-
-
-@dataclass(frozen=True)
-class DecodeLines:
-    """Where the lines of B decode sequences stand, S lines each.
-
-    positions: int64 [B, S], padding stays at the last live position; slots: int64 [B, S], -1 on padding
-    live: bool [B, S]; seq_lens: int32 [B], 0 for a padded sequence; num_drafts: int64 [B]
-    """
-
-    positions: torch.Tensor
-    slots: torch.Tensor
-    live: torch.Tensor
-    seq_lens: torch.Tensor
-    num_drafts: torch.Tensor
-
-    @staticmethod
-    def at(
-        starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
-    ) -> DecodeLines:
-        """Lines of sequences whose first positions only the device knows.
-
-        starts: int64 [B]; num_drafts: int64 [B] planned; num_slots: int64 [B] slots of each sequence, 0 for a padded one;
-        block_table: int32. A sequence that has ended without the planner knowing may start behind its slots or reach beyond
-        them: lines there are not live, and their tokens are dropped.
-        """
-        last_slot = num_slots - 1
-        end = torch.minimum(starts + num_drafts, last_slot)  # position of the last live line
-        lines = starts[:, None] + torch.arange(query_len, device=starts.device)
-        live, positions = lines <= end[:, None], torch.minimum(lines, end[:, None]).clamp_(min=0)
-        column = positions // BLOCK_SIZE
-        slots = positions.add(block_table.gather(1, column) - column, alpha=BLOCK_SIZE)
-        slots = torch.where(live, slots, -1)
-        return DecodeLines(positions, slots, live, (end + 1).to(torch.int32), end - torch.minimum(starts, last_slot))
 
 
 @dataclass(frozen=True)
@@ -116,7 +71,7 @@ class Drafter:
         batch: ForwardBatch,
         hidden: torch.Tensor,
         next_ids: torch.Tensor,
-        accepted: torch.Tensor | None,
+        accepted: DecodeLines | None,
         rows: DraftRows,
         *,
         depth: int,
@@ -124,7 +79,7 @@ class Drafter:
         """Bring the draft layer up to date with a finished step, then draft `depth` tokens for each of `rows`.
 
         batch: the step's own; hidden: [T, D] its hidden states; next_ids: int64 [T] the token after each line
-        accepted: int64 [B] accepted drafts of each decode sequence; lines past them leave no entry
+        accepted: lines of the decode sequences up to their last accepted draft; those past it leave no entry. None: all lines
         """
         if accepted is not None:
             batch = self._without_rejected(batch, accepted)
@@ -140,26 +95,21 @@ class Drafter:
                 positions = positions + 1
                 g = self._head.forward(tokens, g, self._single(batch.caches, positions, rows, batch.ep_rows))
 
-    def _without_rejected(self, batch: ForwardBatch, accepted: torch.Tensor) -> ForwardBatch:
+    def _without_rejected(self, batch: ForwardBatch, accepted: DecodeLines) -> ForwardBatch:
         """The step's batch with only the accepted lines of each decode sequence live."""
-        meta = batch.attention
-        query_len, num_lines = meta.query_len, meta.num_decode_tokens
-        live = torch.arange(query_len, device=accepted.device) <= accepted[:, None]
-        slots = meta.slots.clone()
-        slots[:num_lines].masked_fill_(~live.flatten(), -1)
-        num_live = meta.num_query if meta.num_query is not None else torch.full_like(meta.seq_lens, query_len)
-        num_query = torch.minimum((accepted + 1).to(torch.int32), num_live)
-        seq_lens = meta.seq_lens - (num_live - num_query)
+        meta, num_lines = batch.attention, batch.attention.num_decode_tokens
+        slots, live, mask = accepted.slots.flatten(), accepted.live.flatten(), batch.row_mask
+        if num_lines < len(meta.slots):
+            assert mask is not None
+            slots, live = torch.cat((slots, meta.slots[num_lines:])), torch.cat((live, mask[num_lines:]))
         attention = replace(
-            meta, slots=slots, seq_lens=seq_lens, num_query=num_query, decode_plan=self._plan(seq_lens, query_len)
+            meta, slots=slots, seq_lens=accepted.seq_lens, num_query=accepted.num_query, decode_plan=self._plan(accepted)
         )
-        mask = batch.row_mask.clone() if batch.row_mask is not None else torch.ones_like(slots, dtype=torch.bool)
-        mask[:num_lines] &= live.flatten()
-        return replace(batch, attention=attention, row_mask=mask)
+        return replace(batch, attention=attention, row_mask=live)
 
     def _single(self, caches: list[LatentCache], positions: torch.Tensor, rows: DraftRows, ep_rows: int) -> ForwardBatch:
         """One line a sequence, at `positions`. A position past the row's blocks is computed but leaves no entry."""
-        at = DecodeLines.at(positions, torch.zeros_like(positions), rows.num_slots, rows.block_table, 1)
+        at = ops.decode_lines(positions, torch.zeros_like(positions), rows.num_slots, rows.block_table, 1)
         attention = AttentionMetadata(
             num_decode_seqs=len(positions),
             query_len=1,
@@ -167,11 +117,11 @@ class Drafter:
             block_table=rows.block_table,
             seq_lens=at.seq_lens,
             num_query=None,
-            decode_plan=self._plan(at.seq_lens, 1) if len(positions) else None,
+            decode_plan=self._plan(at) if len(positions) else None,
             prefill=None,
         )
         inside = at.positions[:, 0]
         return ForwardBatch(inside, inside, attention, caches, row_mask=at.live[:, 0], ep_rows=ep_rows)
 
-    def _plan(self, seq_lens: torch.Tensor, query_len: int) -> DecodePlan:
-        return ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._num_heads, fmt=self._format)
+    def _plan(self, lines: DecodeLines) -> DecodePlan:
+        return ops.plan_decode(lines.seq_lens, query_len=lines.slots.shape[1], num_heads=self._num_heads, fmt=self._format)

@@ -304,3 +304,20 @@ class Drafts:
     tokens: torch.Tensor
     counts: torch.Tensor
     probs: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class DecodeLines:
+    """Where the lines of B decode sequences stand, S lines each.
+
+    positions: int64 [B, S], padding stays at the last live position; slots: int64 [B, S], -1 on padding
+    live: bool [B, S]; seq_lens: int32 [B], 0 for a padded sequence
+    num_drafts: int64 [B] that are verified; num_query: int32 [B], one more
+    """
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    live: torch.Tensor
+    seq_lens: torch.Tensor
+    num_drafts: torch.Tensor
+    num_query: torch.Tensor

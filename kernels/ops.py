@@ -24,6 +24,7 @@ from kernels.layout import (
     Activation,
     BlockScaledWeight,
     CacheFormat,
+    DecodeLines,
     DecodePlan,
     Drafts,
     ExactCopy,
@@ -654,3 +655,34 @@ def _require_lines(op: str, logits: torch.Tensor, positions: torch.Tensor, rows:
     _require(logits.shape[1] == table.vocab_size, op, f"the table is for {table.vocab_size} tokens, got {logits.shape[1]}")
     _require(positions.dtype == torch.int64 and positions.shape == (n,), op, f"positions must be int64 [{n}]")
     _require(rows.dtype == torch.int64 and rows.shape == (n,), op, f"rows must be int64 [{n}]")
+
+
+# ---- decode sequences -------------------------------------------------------------------------------------------
+
+
+def decode_lines(
+    starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
+) -> DecodeLines:
+    """Lines of sequences whose first positions only the device knows.
+
+    starts: int64 [B]; num_drafts: int64 [B] planned; num_slots: int64 [B] slots of each sequence, 0 for a padded one
+    block_table: int32 [B, blocks]
+    A sequence that has ended without the planner knowing may start behind its slots or reach beyond them: lines there are not
+    live, and their tokens are dropped.
+    """
+    op, shape = "decode_lines", starts.shape
+    _require(starts.dtype == num_drafts.dtype == num_slots.dtype == torch.int64, op, "starts, drafts and slots must be int64")
+    _require(num_drafts.shape == num_slots.shape == shape and block_table.shape[0] == shape[0], op, f"all must be {shape}")
+    _require_int32(op, starts.device, block_table=block_table)
+    return _call(op, starts.device, starts, num_drafts, num_slots, block_table, query_len)
+
+
+def accept_tokens(tokens: torch.Tensor, rows: torch.Tensor, table: SamplingTable, drafts: Drafts | None = None) -> torch.Tensor:
+    """How many leading drafts of each sequence equal what was chosen in their place, int64 [B]; none without drafts.
+
+    tokens, rows: int64 [n], as choose_tokens gave and took them
+    Tokens that stay, those up to a sequence's first rejected draft, are counted in their rows' histories.
+    """
+    op = "accept_tokens"
+    _require(tokens.dtype == rows.dtype == torch.int64 and tokens.shape == rows.shape, op, "tokens and rows must be int64 [n]")
+    return _call(op, tokens.device, tokens, rows, table, drafts)

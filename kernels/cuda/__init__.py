@@ -15,6 +15,7 @@ def _operations() -> dict[str, Callable[..., Any]]:
     from kernels.cuda.elementwise import join_heads, merge_attention, rms_norm, rms_norm_quantized, rope, silu_and_mul
     from kernels.cuda.gemm import linear, quantize_1x128, router_logits
     from kernels.cuda.latent import append_kv, fetch_dequant, quantize_q
+    from kernels.cuda.lines import accept_tokens, decode_lines
     from kernels.cuda.mla_decode import mla_decode, plan_decode
     from kernels.cuda.moe import choose_experts, gated_mlp, grouped_mlp, route
     from kernels.cuda.sampling import choose_tokens, draft_tokens
@@ -22,7 +23,7 @@ def _operations() -> dict[str, Callable[..., Any]]:
     functions = (
         quantize_q, absorb_query, project_values, append_kv, fetch_dequant, plan_decode, mla_decode, prefill_attention, merge_attention,
         rms_norm, rms_norm_quantized, rope, join_heads, silu_and_mul, linear, gated_mlp, router_logits, route, choose_experts, grouped_mlp, choose_tokens,
-        draft_tokens,
+        draft_tokens, decode_lines, accept_tokens,
     )  # fmt: skip
     return {function.__name__: function for function in functions} | {"quantize_activation": quantize_1x128}
 

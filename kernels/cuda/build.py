@@ -60,6 +60,7 @@ MODULES = {
     "moe": Module("moe/experts.cu"),
     "moe_grouped": Module("moe/grouped.cu"),
     "choose": Module("sampling/choose.cu"),
+    "lines": Module("sampling/lines.cu"),
     "read_rate": Module("common/read_rate.cu"),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kernels.reference import attention, elementwise, latent, linear, mla_decode, moe, sampling
+from kernels.reference import attention, elementwise, latent, linear, lines, mla_decode, moe, sampling
 
 OPS: dict[str, Callable[..., Any]] = {
     "quantize_q": latent.quantize_q,
@@ -35,4 +35,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "grouped_mlp": moe.grouped_mlp,
     "choose_tokens": sampling.choose_tokens,
     "draft_tokens": sampling.draft_tokens,
+    "decode_lines": lines.decode_lines,
+    "accept_tokens": lines.accept_tokens,
 }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.plan import NewSequence
-from engine.sampler import count_tokens, score
+from engine.sampler import score
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState, pack_mask
 from kernels import ops
@@ -275,12 +275,8 @@ def test_penalties_match_their_formulas() -> None:
     row = torch.zeros(1, dtype=torch.int64)
     torch.testing.assert_close(sampling.edit(logits, torch.tensor([8]), row, state.table, None)[0], want)
     (token,) = sample(state, logits, [8])
-    count_tokens(state.table, row, torch.tensor([token]), None)
+    ops.accept_tokens(torch.tensor([token]), row, state.table)
     assert state.table.history[0, token] & 0x7FFFFFFF == known[prompt:].count(token) + 1
-    count_tokens(state.table, row.repeat(2), torch.tensor([token, -1]), torch.tensor([False, True]))
-    assert state.table.history[0, token] & 0x7FFFFFFF == known[prompt:].count(token) + 1, (
-        "dropped and broken tokens do not count"
-    )
 
 
 def test_frequency_penalty_counts_what_was_sampled() -> None:
@@ -288,7 +284,7 @@ def test_frequency_penalty_counts_what_was_sampled() -> None:
     state, seen = state_of([params(temperature=0.0), params(temperature=0.0, frequency_penalty=1.0)], 8), []
     for i in range(16):
         seen.append(sample(state, torch.zeros(2, 8), [i, i]))
-        count_tokens(state.table, torch.arange(2), torch.tensor(seen[-1]), None)
+        ops.accept_tokens(torch.tensor(seen[-1]), torch.arange(2), state.table)
     assert [row[0] for row in seen] == [0] * 16
     assert [row[1] for row in seen] == [*range(8), *range(8)]
 
@@ -314,7 +310,7 @@ def test_a_line_s_penalties_count_the_drafts_before_it(device: torch.device) -> 
     for line in range(4):
         in_turn.append(ops.choose_tokens(logits[:, line].contiguous(), positions[line].repeat(3), rows, state.table))
         if line < 3:
-            count_tokens(state.table, rows, drafts[:, line].to(device), None)
+            ops.accept_tokens(drafts[:, line].to(device), rows, state.table)
     assert at_once.view(3, 4).T.tolist() == torch.stack(in_turn).tolist()
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 
 from engine.hub import resolve_model
 from engine.sampling_params import SamplingParams
-from engine.speculative import DecodeLines, Drafter, count_accepted
+from engine.speculative import Drafter
 from engine.tokenizer import Tokenizer
 from tests.engine.fake_graphs import FakePool
 from tests.engine.speculation import Outcome, assert_equal, engine, oracle, run, workload
@@ -109,20 +108,3 @@ def test_graphs_and_overlapped_steps(toggle: int, monkeypatch: pytest.MonkeyPatc
 
 def core_steps(plain: dict[str, Outcome]) -> int:
     return sum(len(outcome.token_ids) for outcome in plain.values())
-
-
-def test_lines_of_sequences_that_may_have_ended() -> None:
-    """Lines behind a sequence's slots are padding, and a sequence that starts behind them writes nothing."""
-    table = torch.tensor([[7, 3], [5, 9], [8, 2]], dtype=torch.int32)
-    starts, slots = torch.tensor([62, 126, 130]), torch.tensor([128, 128, 128])
-    at = DecodeLines.at(starts, torch.tensor([2, 2, 2]), slots, table, 3)
-    assert at.num_drafts.tolist() == [2, 1, 0] and at.seq_lens.tolist() == [65, 128, 128]
-    assert at.positions.tolist() == [[62, 63, 64], [126, 127, 127], [127, 127, 127]]
-    assert at.slots.tolist() == [[7 * 64 + 62, 7 * 64 + 63, 3 * 64], [9 * 64 + 62, 9 * 64 + 63, -1], [-1, -1, -1]]
-    assert at.live.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
-
-
-def test_accepted_counts() -> None:
-    targets = torch.tensor([[5, 6, 7], [5, 6, 7], [5, 6, 7], [-1, 6, 7], [5, 6, 7]])
-    drafts = torch.tensor([[5, 6], [5, 9], [4, 6], [5, 6], [5, 6]])
-    assert count_accepted(targets, drafts, torch.tensor([2, 2, 2, 2, 1])).tolist() == [2, 1, 0, 0, 1]

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 import torch
 
-import engine.model_runner as model_runner
 from engine.block_manager import BlockManager
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
@@ -21,7 +20,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
 from kernels.layout import CacheFormat
-from kernels.reference import sampling
+from kernels.reference import lines, sampling
 from models.batch import ForwardBatch
 from models.parallel import ParallelContext
 from tests.engine.speculation import run
@@ -175,6 +174,6 @@ def test_the_test_notices_wrong_acceptance(monkeypatch: pytest.MonkeyPatch) -> N
         targets[:, :-1] = torch.where(torch.arange(drafts.shape[1]) < num_drafts[:, None], drafts, targets[:, :-1])
         return num_drafts
 
-    monkeypatch.setattr(model_runner, "count_accepted", accept_all)
+    monkeypatch.setattr(lines, "count_accepted", accept_all)
     p, _ = p_value(PLAIN, ratio=False)
     assert p < 1e-6, p
