@@ -28,22 +28,22 @@ from models.parallel import ParallelContext
 
 FP8_OVER_BF16 = 17 / 9  # of the latent products' work, 512 + 512 of 576 + 512 dims run at twice the BF16 rate
 PARTS = {
-    "attention": ("plan_decode", "append_kv", "quantize_q", "mla_decode"),
+    "attention": ("decode_lines", "plan_decode", "append_kv", "quantize_q", "mla_decode"),
     "linears": ("linear", "gated_mlp", "absorb_query", "project_values", "bmm", "mm"),
     "experts": ("router_logits", "route", "choose_experts", "quantize_activation", "grouped_mlp"),
     "norms": ("rms_norm", "rms_norm_quantized"),
     "collectives": ("tp_all_reduce", "tp_all_gather", "tp_broadcast", "ep_all_gather", "ep_reduce_scatter", "turned"),
-    "sampling": ("choose_tokens", "draft_tokens"),
+    "sampling": ("choose_tokens", "draft_tokens", "accept_tokens"),
 }
 KERNELS = (  # part -> the start of its kernels' names; the first match counts
-    ("attention", r"mla_decode|combine_decode|plan_decode|quantize_q_|append_|fetch_dequant"),
+    ("attention", r"mla_decode|combine_decode|plan_decode|decode_lines|quantize_q_|append_|fetch_dequant"),
     ("experts", r"route|sort_pairs|count_parts|place_parts|scatter_|gate_|combine_experts|sum_experts|stream_|grouped_"),
     ("norms", r"rms_norm|norm_"),
     (
         "linears",
         r"absorb_query|project_values|product_|finish_|quantize_|silu_mul|nvjet|cutlass|sm90_|gemm|gemv|void cutlass|void gemm|splitk|cublas",
     ),
-    ("sampling", r"choose_|draw_"),
+    ("sampling", r"choose_|accept_tokens"),
     ("collectives", r"nccl"),
 )
 SLEEP_CYCLES = 40_000_000  # about 20 ms, in which the host enqueues the first profiled step
