@@ -26,73 +26,14 @@ from engine.executor import WorkerInfo, assemble_core, build_worker, create_cont
 from engine.grammar import GrammarCompiler
 from engine.hub import end_token_ids, load_generation_config, resolve_model
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
-from engine.output import OutputStream, TokenText
+from engine.output import OutputStream
+from engine.request_output import CompletionOutput, RequestMetrics, RequestOutput, logprobs_of, prompt_logprobs_of
 from engine.sampling_params import SamplingParams
 from engine.served_model import check_text_size, template_switches
 from engine.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Logprob:
-    """Log probability of one token under the raw distribution; rank 1 is the best."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-@dataclass
-class CompletionOutput:
-    """One choice. finish_reason: "stop", "length", "abort", or "error" with the message in `error`.
-
-    stop_reason: the stop string or stop token id that ended it, None for the end of sequence
-    logprobs: per token, token id -> Logprob of the chosen token and the asked-for alternatives
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    error: str | None = None
-
-
-@dataclass
-class RequestMetrics:
-    """time.time() seconds, over all choices of a request; 0 where it never came to that."""
-
-    arrival_time: float
-    first_scheduled_time: float = 0.0
-    first_token_time: float = 0.0
-    finished_time: float = 0.0
-    num_preemptions: int = 0
-
-    @property
-    def time_in_queue(self) -> float:
-        return max(0.0, self.first_scheduled_time - self.arrival_time)
-
-    @property
-    def time_to_first_token(self) -> float:
-        return max(0.0, self.first_token_time - self.arrival_time)
-
-
-@dataclass
-class RequestOutput:
-    """A prompt and its choices, under the names users of vLLM know."""
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
-    outputs: list[CompletionOutput]
-    metrics: RequestMetrics
-    num_cached_tokens: int = 0
-    finished: bool = True
 
 
 @dataclass
@@ -332,7 +273,7 @@ class LLM:
             request_id=call.request_id,
             prompt=call.prompt,
             prompt_token_ids=call.prompt_token_ids,
-            prompt_logprobs=_prompt_logprobs(first.prompt_logprobs),
+            prompt_logprobs=prompt_logprobs_of(first.prompt_logprobs),
             outputs=[_completion(choice) for choice in call.choices],
             metrics=call.metrics,
             num_cached_tokens=first.num_cached_tokens,
@@ -401,17 +342,6 @@ def _is_one_prompt(prompts: Any) -> bool:
     return isinstance(prompts, Sequence) and bool(prompts) and all(isinstance(item, int) for item in prompts)
 
 
-def _logprobs(entry: TokenText) -> dict[int, Logprob]:
-    """The alternatives in order of rank, and the token itself."""
-    found = {token_id: Logprob(logprob, rank, token) for rank, (token_id, token, _, logprob) in enumerate(entry.top, start=1)}
-    found[entry.token_id] = Logprob(entry.logprob, entry.rank, entry.token)
-    return found
-
-
-def _prompt_logprobs(entries: list[TokenText | None] | None) -> list[dict[int, Logprob] | None] | None:
-    return None if entries is None else [None if entry is None else _logprobs(entry) for entry in entries]
-
-
 def _completion(choice: _Choice) -> CompletionOutput:
     stream = choice.stream
     return CompletionOutput(
@@ -419,7 +349,7 @@ def _completion(choice: _Choice) -> CompletionOutput:
         text=stream.text,
         token_ids=stream.token_ids,
         cumulative_logprob=None if stream.logprobs is None else sum(entry.logprob for entry in stream.logprobs),
-        logprobs=None if stream.logprobs is None else [_logprobs(entry) for entry in stream.logprobs],
+        logprobs=None if stream.logprobs is None else [logprobs_of(entry) for entry in stream.logprobs],
         finish_reason=stream.finish_reason if choice.error is None else "error",
         stop_reason=stream.stop_reason,
         error=choice.error,
