@@ -3,6 +3,7 @@
     python -m benchmarks.mtp equality                       # 200 requests, k = 1..3 against k = 0, demo and reference models
     python -m benchmarks.mtp acceptance                     # held-out text, by position, at temperature 0, 0.7 and 1
     python -m benchmarks.mtp speed --device cuda            # against k = 0 at batch 1, 8, 64
+    python -m benchmarks.mtp adaptive --device cuda         # adaptive depth against k = 0 and k = 3, batch 1 to 256
 
 equality  Requests of mixed lengths and arrivals, greedy and seeded, two of them parting right behind a block border, with
           prefix cache, chunked prefill and preemption, synchronous and asynchronous, against k = 0 without any of these. On a
@@ -11,8 +12,9 @@ equality  Requests of mixed lengths and arrivals, greedy and seeded, two of them
           the BF16 cache: equal up to rounding (tests/comparator.py), whose noise is that of k = 0 with and without the features.
           A seeded draw is the best of log probability times temperature-free noise, so it is compared as greedy tokens are,
           after the noise is added.
-acceptance, speed   LLM with the demo model and its FP8 cache; texts are those of demo_model/heldout.jsonl, max_tokens exact and
-          end tokens ignored. Tokens are counted by the engine. ms_per_step is wall time, device_ms that of the device.
+acceptance, speed, adaptive   LLM with the demo model and its FP8 cache; texts are those of demo_model/heldout.jsonl, max_tokens
+          exact and end tokens ignored. Tokens are counted by the engine. Engines take turns, medians count. ms_per_step is wall
+          time, device_ms that of the device; drafted: the part of all steps of sequences that verified drafts.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +44,7 @@ MODELS = ("demo", "deepseek_v3-tiny", "longcat_flash-tiny")
 ARRIVALS = (1, 3, 0, 12, 0, 5, 24, 0)
 FEATURES = {"max_num_batched_tokens": 256, "prefill_chunk": 64, "max_num_seqs": 32, "num_cache_blocks": 26}
 SEED = 11
+TURNS = 3
 
 
 def per_position(after: ReplicaStats, before: ReplicaStats | None = None) -> dict[str, Any]:
@@ -182,19 +185,28 @@ def _share_first_difference(got: Sequence[Generation], want: Sequence[Generation
 # ---- acceptance and speed
 
 
-def llm(options: argparse.Namespace, depth: int, acceptance: str = "exact", how_deep: str = "fixed") -> LLM:
+class Way(NamedTuple):
+    """How an engine speculates."""
+
+    acceptance: str = "exact"
+    depth: int = 0
+    adaptive: bool = False
+
+
+def llm(options: argparse.Namespace, way: Way, max_num_seqs: int = 64) -> LLM:
     more: dict[str, Any] = {}
-    if depth:
-        more = {"num_speculative_tokens": depth, "speculative_acceptance": acceptance, "speculative_depth": how_deep}
+    if way.depth:
+        more = {"num_speculative_tokens": way.depth, "speculative_acceptance": way.acceptance}
+        more["speculative_depth"] = "adaptive" if way.adaptive else "fixed"
     size = {"cuda": 2 << 30, "cpu": 96 << 20}[options.device]
-    return LLM(options.models[0], device=options.device, cache_memory_bytes=size, max_num_seqs=64, **more)
+    return LLM(options.models[0], device=options.device, cache_memory_bytes=size, max_num_seqs=max_num_seqs, **more)
 
 
 def acceptance(records: Records, options: argparse.Namespace) -> None:
     texts = prompts(options.prompts)
     for how in ("exact", "ratio"):
         for depth in options.depths:
-            server = llm(options, depth, how)
+            server = llm(options, Way(how, depth))
             for temperature in (0.0, 0.7, 1.0):
                 before = server.stats()
                 params = SamplingParams(temperature=temperature, max_tokens=options.tokens, ignore_eos=True, seed=SEED)
@@ -205,68 +217,88 @@ def acceptance(records: Records, options: argparse.Namespace) -> None:
 
 
 def speed(records: Records, options: argparse.Namespace) -> None:
-    base: dict[tuple[float, int], float] = {}
-    depths = options.depths
-    cases = [("exact", 0, "fixed"), *((how, depth, "fixed") for how in ("exact", "ratio") for depth in depths)]
-    for how, depth, how_deep in (*cases, ("exact", depths[-1], "adaptive")):
-        server = llm(options, depth, how, how_deep)
-        for temperature in (0.0, 1.0):
-            if how == "ratio" and not temperature:
-                continue  # greedy acceptance is the same
-            for batch in options.batches:
-                texts = prompts(64)[:batch]
-                if how_deep == "adaptive":  # both ways are timed first
-                    timed(server, texts, temperature, 96)
-                found = timed(server, texts, temperature, options.tokens)
-                rate = base.setdefault((temperature, batch), found["tokens_per_s"])
-                found = {
-                    "acceptance": how, "temperature": temperature, "batch": batch, "depth": depth, "adaptive": how_deep == "adaptive",
-                    "speed_up": round(found["tokens_per_s"] / rate, 3), **found,
-                }  # fmt: skip
+    ways = [Way(), *(Way(how, depth) for how in ("exact", "ratio") for depth in options.depths)]
+    servers = {way: llm(options, way) for way in ways}
+    for temperature in (0.0, 1.0):
+        raced = {way: server for way, server in servers.items() if temperature or way.acceptance == "exact"}  # else the same
+        for batch in options.batches:
+            for way, found in race(raced, batch, temperature, options).items():
+                found = {"temperature": temperature, "batch": batch, **way._asdict(), **found}
                 records.write(part="speed", model=options.models[0], where=options.device, **found)
                 print(json.dumps(found), flush=True)
 
 
+def adaptive(records: Records, options: argparse.Namespace) -> None:
+    ways = [Way(), Way(depth=options.depths[-1]), Way(depth=options.depths[-1], adaptive=True)]
+    servers = {way: llm(options, way, max(options.batches)) for way in ways}
+    for batch in options.batches:
+        raced = race(servers, batch, 1.0, options)
+        best = max(raced[way]["tokens_per_s"] for way in ways[:2])
+        found = {
+            "temperature": 1.0, "batch": batch, "depth": options.depths[-1], "tokens_per_s": [found["tokens_per_s"] for found in raced.values()],
+            "of_the_better": round(raced[ways[2]]["tokens_per_s"] / best, 3), "drafted": raced[ways[2]]["drafted"],
+        }  # fmt: skip
+        records.write(part="adaptive", model=options.models[0], where=options.device, **found)
+        print(json.dumps(found), flush=True)
+
+
+def race(servers: Mapping[Way, LLM], batch: int, temperature: float, options: argparse.Namespace) -> dict[Way, dict[str, Any]]:
+    """Each server's median rate on a batch, and how many times that of the first. They take turns, so that a change of clocks
+    or of the machine's load meets them all."""
+    texts = prompts(batch)
+    for way, server in servers.items():
+        # The second run finds its prompts in the prefix cache, whose kernels must be compiled too; adaptive depth times both ways.
+        for count in (8, 96 if way.adaptive else 8):
+            server.generate(texts, _params(count, temperature), use_tqdm=False)
+    runs = [{way: timed(server, texts, temperature, options.tokens) for way, server in servers.items()} for _ in range(TURNS)]
+    found = {way: sorted((turn[way] for turn in runs), key=lambda run: run["tokens_per_s"])[TURNS // 2] for way in servers}
+    first = next(iter(found.values()))["tokens_per_s"]
+    return {way: {"speed_up": round(run["tokens_per_s"] / first, 3), **run} for way, run in found.items()}
+
+
 def timed(server: LLM, texts: Sequence[str], temperature: float, num_tokens: int) -> dict[str, Any]:
     """Tokens per second of one batch, prefill left out: the difference of a long and a short run."""
-    params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=SEED)
-    for _ in range(2):  # the second run finds its prompts in the prefix cache, whose kernels must be compiled too
-        server.generate(texts, params, use_tqdm=False)
     seconds: list[float] = []
     stats = [server.stats()]
     for count in (16, 16 + num_tokens):
-        params = SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=SEED)
         started = time.perf_counter()
-        server.generate(texts, params, use_tqdm=False)
+        server.generate(texts, _params(count, temperature), use_tqdm=False)
         seconds.append(time.perf_counter() - started)
         stats.append(server.stats())
     wall = seconds[1] - seconds[0]
     start, short, long = stats
     steps = (long.num_steps - short.num_steps) - (short.num_steps - start.num_steps)
     device = (long.model_seconds - short.model_seconds) - (short.model_seconds - start.model_seconds)
+    drafted = (long.spec_drafts - short.spec_drafts) / (len(texts) * (long.num_steps - short.num_steps))
     return {
         "tokens_per_s": round(len(texts) * num_tokens / wall, 1), "steps": steps, "ms_per_step": round(1e3 * wall / steps, 3),
-        "device_ms": round(1e3 * device / steps, 3), **per_position(long, short),
+        "device_ms": round(1e3 * device / steps, 3), "drafted": round(drafted, 2), **per_position(long, short),
     }  # fmt: skip
+
+
+def _params(count: int, temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=SEED)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("equality", "acceptance", "speed"))
+    parser.add_argument("part", choices=("equality", "acceptance", "speed", "adaptive"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exact", action="store_true", help="equality on CUDA in FP32 with the reference operations, eager")
     parser.add_argument("--models", nargs="+", default=None, help="demo, a folder, or the name of a reference checkpoint")
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--prompts", type=int, default=None, help="(default: 200 for equality, 48 for acceptance)")
-    parser.add_argument("--tokens", type=int, default=None, help="per prompt (default: 64 for acceptance, 256 for speed)")
-    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64])
+    parser.add_argument("--tokens", type=int, default=None, help="per prompt (default: 64 for acceptance, else 192)")
+    parser.add_argument("--batches", nargs="+", type=int, default=None, help="(default: 1 8 64; 1 16 64 128 256 for adaptive)")
     parser.add_argument("--output", type=Path, default=RESULTS / "mtp.jsonl")
     options = parser.parse_args()
     options.models = options.models or (MODELS if options.part == "equality" else ["demo"])
     options.prompts = options.prompts or (200 if options.part == "equality" else 48)
-    options.tokens = options.tokens or (256 if options.part == "speed" else 64)
+    options.tokens = options.tokens or (64 if options.part == "acceptance" else 192)
+    options.batches = options.batches or ([1, 16, 64, 128, 256] if options.part == "adaptive" else [1, 8, 64])
     records = Records(options.output, device=options.device, method=f"benchmarks.mtp {options.part}", seed=SEED)
-    {"equality": equality, "acceptance": acceptance, "speed": speed}[options.part](records, options)
+    parts = {"equality": equality, "acceptance": acceptance, "speed": speed, "adaptive": adaptive}
+    parts[options.part](records, options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Tables on speculation, from results/mtp.jsonl; benchmarks/readme_tables.py writes them to the pages.
 
 mtp_speed       tokens per second against k = 0, by temperature, way of accepting, depth and batch
+mtp_adaptive    adaptive depth against no drafts and all drafts, by batch
 mtp_acceptance  accepted drafts by position on held-out text
 mtp_equality    200 requests with every feature on against the plain path
 """
@@ -67,6 +68,25 @@ def speed(results: Path) -> list[str] | None:
     return [f"{source(cases[-1], 'mtp')}; the last two columns are those of the largest batch.", "", *markdown(head, cells)]
 
 
+def adaptive(results: Path) -> list[str] | None:
+    """One row a batch."""
+    cases = _lines(results, "adaptive", "batch", where="cuda")
+    if not cases:
+        return None
+    depth = cases[-1]["depth"]
+    rows = [
+        (
+            line["batch"],
+            *(f"{rate:.0f}" for rate in line["tokens_per_s"]),
+            f"{line['of_the_better']:.2f}",
+            f"{line['drafted']:.2f}",
+        )
+        for line in sorted(cases, key=lambda line: line["batch"])
+    ]
+    head = ("batch", "k = 0: tokens/s", f"k = {depth}", "adaptive", "of the better", "steps with drafts")
+    return [f"{source(cases[-1], 'mtp')}; temperature {cases[-1]['temperature']}.", "", *markdown(head, rows)]
+
+
 def acceptance(results: Path) -> list[str] | None:
     """Exact beside ratio acceptance."""
     cases = _lines(results, "acceptance", "acceptance", "temperature", "depth")
@@ -117,6 +137,7 @@ def equality(results: Path) -> list[str] | None:
 
 TABLES: dict[str, Callable[[Path], list[str] | None]] = {
     "mtp_speed": speed,
+    "mtp_adaptive": adaptive,
     "mtp_acceptance": acceptance,
     "mtp_equality": equality,
 }
