@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,13 @@ from benchmarks import decode, step_parts
 from benchmarks.records import read
 from benchmarks.workloads import SHAPES, tiny_shape
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CACHE_BYTES = 4 << 20
 
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     return tiny_shape(tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tiny model's operations are so short that threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

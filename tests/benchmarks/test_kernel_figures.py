@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import kernel_figures
 from benchmarks.kernel_figures import ProbeCase
@@ -37,14 +36,12 @@ def test_batches_of_fig6_fill_a_rank_in_bf16() -> None:
         assert taken <= kernel_figures.CACHE_BYTES < 2 * taken
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_engines_of_the_probe_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the engine with a fraction that matters compares; here one of 10 steps, so that a few do."""
     monkeypatch.setattr(kernel_figures, "PROBE_FRACTIONS", {"off": 0.0, "writing": 1e-9, "on": 0.1})
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     path = tmp_path / "lines.jsonl"
     kernel_figures.probe(Records(path, device="cpu", method="m", seed=0), ProbeCase("demo", 0, 1, (1, 1)), 2, "cpu", 12)
-    torch.set_num_threads(before)
     (line,) = read(path)
     assert line["fidelity_steps"] >= 1 and max(line["fidelity_mean"]) < 0.1
     assert set(line["ms"]) == {"off", "writing", "on"} and all(len(times) == 2 for times in line["ms"].values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -16,12 +14,9 @@ from tests.models.driver import Driver
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[tuple]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def demo(one_thread: None) -> tuple:
     model, config, folder = load_demo("cpu", 512)
-    yield model, config, held_out_ids(Tokenizer.load(folder).encode)["Persuasion"][:200]
-    torch.set_num_threads(before)
+    return model, config, held_out_ids(Tokenizer.load(folder).encode)["Persuasion"][:200]
 
 
 def loss(logits: torch.Tensor, ids: list[int]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -19,7 +19,6 @@ from engine.executor import Executor, WorkerInfo, build_worker
 from engine.messages import AddRequest, RequestFailed, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
-from kernels import ops
 from models.parallel import ParallelContext
 from tests.comparator import assert_same_tokens, top2_gaps
 from tests.engine.plan_driver import Driver
@@ -128,14 +127,8 @@ FEATURES = {
     "preemption with prefix cache": {"num_blocks": 9},
     "priority": {"policy": "priority"},
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("reference_operations")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(autouse=True)
-def _reference_operations() -> Iterator[None]:
-    """On CUDA too: no kernel plans for an exact cache."""
-    with ops.backend("reference"):
-        yield
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,12 +22,7 @@ __all__ = ["pool"]  # a fixture
 PROMPTS = [list(range(3, 3 + length)) for length in (5, 70, 130)]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def demo(fraction: float, **options: Any) -> LLM:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -13,18 +13,11 @@ from engine.plan import RowResult
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import pack_mask
 from engine.staging import HostCopy, _layout, _packed, _unpacked, to_device
-from kernels import ops
 from tests.engine.plan_driver import Driver
 from tests.engine.stub_model import VOCAB, StubModel, stub_runner
 
+pytestmark = pytest.mark.usefixtures("reference_operations")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
-
-
-@pytest.fixture(autouse=True)
-def _reference_operations() -> Iterator[None]:
-    """On CUDA too: no kernel plans for an exact cache."""
-    with ops.backend("reference"):
-        yield
 
 
 def prompt(length: int, seed: int) -> list[int]:

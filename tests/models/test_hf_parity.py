@@ -29,13 +29,7 @@ WITH_MTP = [v for v in ALL if "v2" not in str(v)]
 TOLERANCE = 1e-4  # of the logits' range
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Products this small only wait for a second thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def load(variant: str, *, with_mtp: bool = False) -> tuple[CausalLM, ModelConfig]:
