@@ -180,6 +180,42 @@ def test_ratio_acceptance_is_the_reference_s(rows: int, vocab: int, kind: str) -
     assert [got[i] for i in (-3, -2, -1)] == [want[i] for i in (-3, -2, -1)] and got != plain
 
 
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, math.inf), (0.7, 0.9)])
+def test_ratio_acceptance_draws_from_the_target(temperature: float, top_p: float) -> None:
+    """Report M04: chi-square of 20,000 tokens that ratio acceptance gives against the target's distribution; against that of
+    the drafts it fails."""
+    runs, vocab = 20_000, 8
+    generator = torch.Generator().manual_seed(7)
+    target = torch.randn(vocab, generator=generator) * 1.5
+    guess = target + torch.randn(vocab, generator=generator) * 0.7
+    table = SamplingTable.allocate(runs, vocab, "cuda")
+    table.temperature.fill_(temperature)
+    table.top_p.fill_(top_p)
+    rows = table.seeds.copy_(torch.arange(runs)).clone()
+    probs = torch.zeros(runs, 1, vocab, device="cuda")
+    drafts = ops.draft_tokens(guess.cuda().repeat(runs, 1), torch.full_like(rows, 5), rows, table, probs[:, 0])
+    tokens = ops.choose_tokens(
+        target.cuda().repeat(2 * runs, 1), torch.full((2 * runs,), 5, device="cuda"), rows.repeat_interleave(2), table,
+        Drafts(drafts[:, None], torch.ones_like(rows), probs),
+    )[::2]  # fmt: skip
+
+    def statistic(expected: torch.Tensor) -> float:
+        count = torch.bincount(tokens, minlength=vocab).cpu().double()
+        assert (count[expected == 0] == 0).all()
+        cells = expected > 0
+        return float(((count - runs * expected)[cells] ** 2 / (runs * expected)[cells]).sum())
+
+    exact = (target.double() / temperature).softmax(-1)
+    order = exact.argsort(descending=True)
+    exact[order[exact[order].cumsum(0) - exact[order] >= top_p]] = 0
+    assert statistic(exact / exact.sum()) < 18.5  # 7 degrees of freedom at most, p = 0.01
+    if top_p > 1:
+        assert statistic((guess.double() / temperature).softmax(-1)) > 100
+    accepted = float((tokens == drafts).float().mean())
+    common = float(torch.minimum(exact / exact.sum(), (guess.double() / temperature).softmax(-1)).sum())
+    assert abs(accepted - common) < 0.015
+
+
 def test_a_draw_depends_on_neither_batch_nor_replay() -> None:
     logits = torch.randn(24, 20000, device="cuda") * 2
     table = table_of(list(range(24)), ["top_p", "none", "all"] * 8, 20000)
