@@ -131,7 +131,8 @@ def activation_bytes(config: ModelConfig, parallel: ParallelConfig, scheduler: S
     """Estimate of the largest step's temporaries: a full token budget on every replica, BF16.
 
     Counted are a few copies of the hidden rows, queries and expanded keys and values of this rank's heads, the rows that
-    the expert exchange gathers from all replicas with their intermediate products, and FP32 logits with the histories that penalties count.
+    the expert exchange gathers from all replicas with their intermediate products, FP32 logits, and the histories that
+    penalties count.
     """
     tokens = scheduler.max_num_batched_tokens
     heads = config.num_heads // parallel.tp

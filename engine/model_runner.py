@@ -18,9 +18,9 @@ import torch
 from engine.cuda_graph import GraphRunner, Key, capture_sizes
 from engine.fidelity import FidelityProbe
 from engine.kv_cache import KVCache
+from engine.logprobs import TokenScores, score
 from engine.messages import TokenLogprob
 from engine.plan import RowResult, StepPlan, StepResult
-from engine.sampler import TokenScores, score
 from engine.sampling_state import Matcher, SamplingState
 from engine.speculative import Drafter, DraftRows
 from engine.staging import HostCopy, to_device

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from engine.logprobs import score
 from engine.plan import NewSequence
-from engine.sampler import score
 from engine.sampling_params import SamplingParams
 from engine.sampling_state import SamplingState, pack_mask
 from kernels import ops
