@@ -45,10 +45,10 @@ from benchmarks.records import RESULTS, Records
 from benchmarks.step_parts import Ceilings, Recorder, break_down, component_of, parts_of, profile
 from benchmarks.workloads import SHAPES, fill_random
 from engine.config import EngineConfig, ParallelConfig
-from engine.executor import create_context, resolve_device, resolve_dtype
 from engine.kv_cache import KVCache, bytes_per_token
 from engine.model_runner import ModelRunner, PendingStep
 from engine.preflight import choose_device
+from engine.worker import create_context, resolve_device, resolve_dtype
 from kernels.layout import BLOCK_SIZE, CacheFormat
 from models.causal_lm import CausalLM, load_model
 from models.config import ModelConfig, load_model_config

@@ -27,7 +27,25 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.records import RESULTS, append, machine_state
 from tests.distributed.launched import PYTHON, Launched, environment, posted
 
-WORDS = "In the beginning king said unto his servants that they went down to river and saw sea".split()
+WORDS = [
+    "In",
+    "the",
+    "beginning",
+    "king",
+    "said",
+    "unto",
+    "his",
+    "servants",
+    "that",
+    "they",
+    "went",
+    "down",
+    "to",
+    "river",
+    "and",
+    "saw",
+    "sea",
+]
 
 
 @dataclass

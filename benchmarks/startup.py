@@ -22,7 +22,7 @@ import torch
 from benchmarks.records import RESULTS, Records
 from benchmarks.workloads import SHAPES
 from engine.config import EngineConfig, SchedulerConfig
-from engine.executor import build_worker, create_context
+from engine.worker import build_worker, create_context
 
 METHOD = "build_worker without graphs, then both captures on the same runner; graph memory from the driver's free bytes"
 

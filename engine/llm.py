@@ -22,7 +22,6 @@ from engine.chat import ChatTemplate
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError, RequestRejected
-from engine.executor import WorkerInfo, assemble_core, build_worker, create_context
 from engine.grammar import GrammarCompiler
 from engine.hub import end_token_ids, load_generation_config, resolve_model
 from engine.messages import AddRequest, ReplicaStats, RequestFailed, TokenOutput
@@ -31,6 +30,7 @@ from engine.request_output import CompletionOutput, RequestMetrics, RequestOutpu
 from engine.sampling_params import SamplingParams
 from engine.served_model import check_text_size, template_switches
 from engine.tokenizer import Tokenizer
+from engine.worker import WorkerInfo, assemble_core, build_worker, create_context
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -63,7 +63,7 @@ class LLM:
     """model: local folder, hub id, or "demo" for the bundled model.
 
     options: fields of EngineConfig and SchedulerConfig by name, for example dtype="bfloat16" or max_num_seqs=64
-    info: what "auto" became (engine.executor.WorkerInfo)
+    info: what "auto" became (engine.worker.WorkerInfo)
     Raises ConfigError naming the field or file before weights are read.
     """
 

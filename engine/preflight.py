@@ -15,14 +15,21 @@ from engine.errors import ConfigError
 _LARGEST_HEADER_BYTES = 256 << 20
 
 
+def takes_cpu(wanted: str) -> bool:
+    """auto is CUDA if there is a device. Raises ConfigError where cuda is asked for and is not here."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device: cuda is not available here (no device, or a build of torch without CUDA); use device cpu (--device cpu)"
+        )
+    return wanted == "cpu" or not torch.cuda.is_available()
+
+
 def choose_device(wanted: str, local_rank: int, local_world_size: int) -> torch.device:
     """The device of this rank, made current. Raises ConfigError when the host has too few."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if takes_cpu(wanted):
         cores = len(os.sched_getaffinity(0)) - 1  # one is the front end's: tokens must leave while the next are computed
         torch.set_num_threads(max(1, cores // local_world_size))
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError("device: cuda is not available here (no device, or a build of torch without CUDA); use --device cpu")
     if torch.cuda.device_count() < local_world_size:
         raise ConfigError(
             f"{local_world_size} ranks on this host need as many GPUs, but only {torch.cuda.device_count()} are visible; "

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from engine.config import EngineConfig, ServerConfig
 from engine.core import EngineCore
 from engine.errors import EXIT_REFUSED, ConfigError, EngineError, RequestRejected
-from engine.executor import Executor, assemble_core, build_worker, create_context, read_model
+from engine.executor import Executor
 from engine.front_end import FrontEndProcess
 from engine.heartbeat import Heartbeat
 from engine.messages import (
@@ -42,6 +42,7 @@ from engine.messages import (
 from engine.place import LIFELINE, Place
 from engine.preflight import check_all_reduce, check_checkpoint, check_memory, choose_device
 from engine.transport import Address, WorkerSocket
+from engine.worker import assemble_core, build_worker, create_context, read_model
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
 log = logging.getLogger("engine.replica")

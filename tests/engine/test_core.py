@@ -15,10 +15,11 @@ import torch
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
-from engine.executor import Executor, WorkerInfo, build_worker
+from engine.executor import Executor
 from engine.messages import AddRequest, RequestFailed, TokenLogprob
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.worker import WorkerInfo, build_worker
 from models.parallel import ParallelContext
 from tests.comparator import assert_same_tokens, top2_gaps
 from tests.engine.plan_driver import Driver

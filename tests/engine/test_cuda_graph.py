@@ -15,11 +15,12 @@ from engine import executor as executor_module
 from engine.config import EngineConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.cuda_graph import capture_sizes
-from engine.executor import Executor, assemble_core, build_worker
+from engine.executor import Executor
 from engine.messages import AddRequest, TokenOutput
 from engine.model_runner import ModelRunner
 from engine.plan import Agreement, SequenceStep, StepPlan, StepResult
 from engine.sampling_params import SamplingParams
+from engine.worker import assemble_core, build_worker
 from models.parallel import ParallelContext
 from tests.engine.fake_graphs import FakePool, pool
 from tests.engine.plan_driver import Driver

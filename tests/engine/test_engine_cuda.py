@@ -15,9 +15,10 @@ import pytest
 
 import models
 from engine.config import EngineConfig, SchedulerConfig
-from engine.executor import Executor, WorkerInfo, build_worker
+from engine.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+from engine.worker import WorkerInfo, build_worker
 from models.parallel import ParallelContext
 from tests.comparator import Differences, Generation, assert_same_generations
 from tests.engine.test_core import Engine

@@ -12,15 +12,17 @@ import pytest
 import torch
 
 from engine import executor as executor_module
+from engine import worker
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig, SchedulerConfig
 from engine.errors import ConfigError
-from engine.executor import Executor, build_worker, resolve_cache_format, resolve_dtype, resolve_max_model_len
+from engine.executor import Executor
 from engine.kv_cache import KVCache, bytes_per_token, num_blocks_for
 from engine.messages import AddRequest
 from engine.plan import NewSequence, SequenceStep, StepPlan
 from engine.sampling_params import SamplingParams
 from engine.scheduler import Scheduler
+from engine.worker import build_worker, resolve_cache_format, resolve_dtype, resolve_max_model_len
 from kernels.layout import CacheFormat
 from models.config import load_model_config
 from models.parallel import ParallelContext
@@ -176,12 +178,12 @@ def test_auto_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache(snap, CPU) is CacheFormat.FP32
     assert cache(snap, CPU, dtype="bfloat16") is CacheFormat.BF16
     assert cache(snap, CPU, cache_format="fp8") is CacheFormat.FP8
-    monkeypatch.setattr(executor_module, "_demo_folder", lambda: Path(config().model))
+    monkeypatch.setattr(worker, "_demo_folder", lambda: Path(config().model))
     assert cache(snap, CPU) is CacheFormat.FP8 and cache(odd, CPU) is CacheFormat.FP32
 
 
 def test_limits_are_named_before_weights_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "load_model", lambda *_, **__: pytest.fail("weights were read"))
+    monkeypatch.setattr(worker, "load_model", lambda *_, **__: pytest.fail("weights were read"))
     for kw, words in (
         (dict(max_model_len=1 << 20), "max_model_len: the model's positions end at"),
         (dict(model="/nowhere/at/all"), "no such folder"),
@@ -261,10 +263,10 @@ def test_the_largest_step_runs_before_anything_is_served(monkeypatch: pytest.Mon
             """Nothing ran."""
 
     scheduler = SchedulerConfig(max_num_batched_tokens=8192, max_num_seqs=60)
-    assert executor_module._activation_bytes(Runner(), config(scheduler=scheduler), max_model_len=32768) == 5  # type: ignore[arg-type]
+    assert worker._activation_bytes(Runner(), config(scheduler=scheduler), max_model_len=32768) == 5  # type: ignore[arg-type]
     (plan,) = plans
     assert plan.num_tokens >= 8192 and len(plan.prefills) == 60 and all(step.sample for step in plan.prefills)
-    assert max(step.num_computed for step in plan.prefills) == executor_module.CONTEXT_TOKENS
+    assert max(step.num_computed for step in plan.prefills) == worker.CONTEXT_TOKENS
 
 
 def test_every_replica_spends_a_budget_of_its_own() -> None:
@@ -293,7 +295,7 @@ def test_rows_of_experts_reach_the_leader(monkeypatch: pytest.MonkeyPatch) -> No
     parallel = ParallelContext.single()
     settings = config(max_model_len=256, num_cache_blocks=20)
     executor, info = build_worker(settings, parallel)
-    core, moe = executor_module.assemble_core(settings, executor, info, parallel), info.model_config.moe
+    core, moe = worker.assemble_core(settings, executor, info, parallel), info.model_config.moe
     assert moe is not None and executor.take_expert_load() is None
     core.add(AddRequest("r", list(range(2, 32)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True), 0.0))
     while core.has_work:

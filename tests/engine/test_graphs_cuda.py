@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from engine import executor as executor_module
-from engine.executor import Executor, WorkerInfo
+from engine.executor import Executor
+from engine.worker import WorkerInfo
 from tests.comparator import assert_same_generations
 from tests.engine.test_core import Engine
 from tests.engine.test_engine_cuda import GREEDY, MOST_SEQS, NUM_BLOCKS, eager, generations, new_worker, prompts
