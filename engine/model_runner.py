@@ -463,7 +463,7 @@ class ModelRunner:
             drafts = self._drafter.verified(seqs.row, at.num_drafts, query_len)
             ids = torch.cat((ids, drafts.tokens), dim=1)
         ids, positions, slots, live = (lines.flatten() for lines in (ids, at.positions, at.slots, at.live))
-        rows, last_rows, num_slots = seqs.row[:, None].expand(-1, query_len).flatten(), seqs.row, seqs.num_slots
+        rows, last_rows, num_slots = seqs.row.repeat_interleave(query_len), seqs.row, seqs.num_slots
         lines = torch.arange(num_lines, device=self.device)  # that are sampled
         if chunks is not None:
             ids, positions = torch.cat((ids, chunks.ids)), torch.cat((positions, chunks.positions))

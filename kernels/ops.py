@@ -622,13 +622,7 @@ def choose_tokens(
     op = "choose_tokens"
     _require_lines(op, logits, positions, rows, table)
     if drafts is not None:
-        b, s = drafts.tokens.shape[0], drafts.tokens.shape[1] + 1
-        _require(drafts.tokens.dtype == drafts.counts.dtype == torch.int64, op, "drafts must be int64")
-        _require(
-            b * s <= logits.shape[0] and drafts.counts.shape == (b,), op, f"{b} x {s} verified lines, {len(logits)} in all"
-        )
-        if (probs := drafts.probs) is not None:
-            _require(probs.dtype == torch.float32 and probs.shape[1] >= s - 1, op, "probs must be FP32 [R, depth, V]")
+        _require_drafts(op, logits.shape[0], drafts)
     return _call(op, logits.device, logits, positions, rows, table, drafts)
 
 
@@ -645,16 +639,38 @@ def draft_tokens(
     op = "draft_tokens"
     _require_lines(op, logits, positions, rows, table)
     if probs is not None:
-        _require(probs.dtype == torch.float32 and probs.shape == table.history.shape, op, "probs must be FP32 [R, V]")
+        fits = probs.dtype == torch.float32 and probs.shape == table.history.shape and probs.stride(1) == 1
+        _require(fits, op, "probs must be FP32 [R, V], its rows dense")
     return _call(op, logits.device, logits, positions, rows, table, probs)
 
 
 def _require_lines(op: str, logits: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, table: SamplingTable) -> None:
     n = logits.shape[0]
     _require(logits.ndim == 2 and logits.dtype == torch.float32, op, f"logits must be FP32 [n, vocab], got {logits.dtype}")
+    _require(logits.stride(1) == 1, op, "logits must be dense in their last dimension")
     _require(logits.shape[1] == table.vocab_size, op, f"the table is for {table.vocab_size} tokens, got {logits.shape[1]}")
-    _require(positions.dtype == torch.int64 and positions.shape == (n,), op, f"positions must be int64 [{n}]")
-    _require(rows.dtype == torch.int64 and rows.shape == (n,), op, f"rows must be int64 [{n}]")
+    _require_int64(op, n, positions=positions, rows=rows)
+
+
+def _require_int64(op: str, count: int, **tensors: torch.Tensor) -> None:
+    for name, t in tensors.items():
+        _require(
+            t.dtype == torch.int64 and t.shape == (count,) and t.is_contiguous(),
+            op,
+            f"{name} must be contiguous int64 [{count}], got {t.dtype} {tuple(t.shape)} of strides {t.stride()}",
+        )
+
+
+def _require_drafts(op: str, count: int, drafts: Drafts) -> None:
+    tokens, (b, depth) = drafts.tokens, drafts.tokens.shape
+    _require(tokens.dtype == torch.int64, op, f"drafts must be int64, got {tokens.dtype}")
+    _require(tokens.stride(1) == 1, op, "a sequence's drafts must be adjacent")
+    _require(b * (depth + 1) <= count, op, f"{b} x {depth + 1} verified lines, {count} in all")
+    _require_int64(op, b, counts=drafts.counts)
+    if (probs := drafts.probs) is not None:
+        _require(
+            probs.dtype == torch.float32 and probs.shape[1] >= depth and probs.stride(2) == 1, op, "probs: FP32 [R, depth, V]"
+        )
 
 
 # ---- decode sequences -------------------------------------------------------------------------------------------
@@ -670,9 +686,13 @@ def decode_lines(
     A sequence that has ended without the planner knowing may start behind its slots or reach beyond them: lines there are not
     live, and their tokens are dropped.
     """
-    op, shape = "decode_lines", starts.shape
-    _require(starts.dtype == num_drafts.dtype == num_slots.dtype == torch.int64, op, "starts, drafts and slots must be int64")
-    _require(num_drafts.shape == num_slots.shape == shape and block_table.shape[0] == shape[0], op, f"all must be {shape}")
+    op, count = "decode_lines", starts.shape[0]
+    _require_int64(op, count, starts=starts, num_drafts=num_drafts, num_slots=num_slots)
+    _require(
+        block_table.shape[0] == count and block_table.stride(1) == 1,
+        op,
+        f"block_table must be [{count}, blocks], its rows dense",
+    )
     _require_int32(op, starts.device, block_table=block_table)
     return _call(op, starts.device, starts, num_drafts, num_slots, block_table, query_len)
 
@@ -684,5 +704,7 @@ def accept_tokens(tokens: torch.Tensor, rows: torch.Tensor, table: SamplingTable
     Tokens that stay, those up to a sequence's first rejected draft, are counted in their rows' histories.
     """
     op = "accept_tokens"
-    _require(tokens.dtype == rows.dtype == torch.int64 and tokens.shape == rows.shape, op, "tokens and rows must be int64 [n]")
+    _require_int64(op, tokens.shape[0], tokens=tokens, rows=rows)
+    if drafts is not None:
+        _require_drafts(op, tokens.shape[0], drafts)
     return _call(op, tokens.device, tokens, rows, table, drafts)

@@ -310,7 +310,7 @@ def test_a_line_s_penalties_count_the_drafts_before_it(device: torch.device) -> 
     for line in range(4):
         in_turn.append(ops.choose_tokens(logits[:, line].contiguous(), positions[line].repeat(3), rows, state.table))
         if line < 3:
-            ops.accept_tokens(drafts[:, line].to(device), rows, state.table)
+            ops.accept_tokens(drafts[:, line].contiguous().to(device), rows, state.table)
     assert at_once.view(3, 4).T.tolist() == torch.stack(in_turn).tolist()
 
 
