@@ -128,9 +128,9 @@ struct AppendArgs {
   bf16* copy_rope;             // [copy_slots][rope_dim]
   int64_t copy_slots;
 };
-// Row of a token in the exact copy, -1 without one.
-DEVICE int64_t copy_row(const AppendArgs& a, int token, int64_t position) {
-  const int64_t start = a.copy_starts[token], row = start + position;
+// Row of a token in the exact copy whose sequence starts at `start`, -1 without one.
+DEVICE int64_t copy_row(const AppendArgs& a, int64_t start, int64_t position) {
+  const int64_t row = start + position;
   return start >= 0 && row < a.copy_slots ? row : -1;
 }
 DEVICE float weight_at(const AppendArgs& a, int i) { return a.weight_fp32 ? ((const float*)a.weight)[i] : widen(((const bf16*)a.weight)[i]); }
@@ -187,6 +187,7 @@ template <class T, bool COPY = false> DEVICE void append_fp8(const AppendArgs& a
     load_row(w, (const bf16*)a.weight, lane);
   for (; token < a.tokens; token += step, now = next) {
     if (token + step < a.tokens) next.fetch(a, token + step, lane);
+    [[maybe_unused]] const int64_t start = COPY ? a.copy_starts[token] : -1;  // early: a load takes longer than all that follows
     const float* table = a.cos_sin + now.position * ROPE + lane;
     const float c = table[0], s = table[ROPE / 2];
     const float2 k = now.key(), r = make_float2(k.x * c - k.y * s, k.x * s + k.y * c);
@@ -204,17 +205,17 @@ template <class T, bool COPY = false> DEVICE void append_fp8(const AppendArgs& a
     }
     const int64_t block = now.slot / PAGE;
     if (now.slot < 0 || block >= a.num_blocks) continue;
+    const int offset = (int)(now.slot % PAGE);
+    const float scale = quantize_row((uint8_t*)a.content + block * a.content_block + offset * DIM, x, lane);
+    ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
+    if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
     if constexpr (COPY) {
-      const int64_t row = copy_row(a, token, now.position);
+      const int64_t row = copy_row(a, start, now.position);
       if (row >= 0) {
         store_row(a.copy_content + row * DIM, x, lane);
         ((uint32_t*)a.copy_rope)[row * (ROPE / 2) + lane] = pack_bf16(r.x, r.y);
       }
     }
-    const int offset = (int)(now.slot % PAGE);
-    const float scale = quantize_row((uint8_t*)a.content + block * a.content_block + offset * DIM, x, lane);
-    ((uint32_t*)((bf16*)a.rope + block * a.rope_block + offset * ROPE))[lane] = pack_bf16(r.x / scale, r.y / scale);
-    if (lane == 0) a.scale[block * a.scale_block + offset] = scale;
   }
 }
 template <class T, class S, bool COPY = false> DEVICE void append_exact(const AppendArgs& a) {
@@ -229,7 +230,7 @@ template <class T, class S, bool COPY = false> DEVICE void append_exact(const Ap
   const bool stored = find_slot(a, token, block, offset);
   const int kept = token - (a.tokens - a.keep);
   int64_t row = -1;
-  if constexpr (COPY) row = stored ? copy_row(a, token, a.positions[token]) : -1;
+  if constexpr (COPY) row = stored ? copy_row(a, a.copy_starts[token], a.positions[token]) : -1;
   S* content = (S*)a.content + block * a.content_block + (int64_t)offset * a.dim;
   S* rope = (S*)a.rope + block * a.rope_block + (int64_t)offset * a.rope_dim;
   for (int i = lane; i < a.dim; i += 32) {
