@@ -266,7 +266,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--rows", type=int, help=f"rows of {ROW} held-out tokens (default: 20, quick 6)")
+    parser.add_argument("--rows", type=int, help=f"rows of {ROW} held-out tokens (default: 20, quick 4)")
     parser.add_argument(
         "--distances", type=int, nargs="+", help="recall distances in tokens (default: 256 1024 4096, quick 256 1024)"
     )
@@ -284,7 +284,7 @@ def main() -> None:
             continue
         records = Records(args.out, device=args.device, method=METHODS[part], seed=SEED)
         if part == "perplexity":
-            perplexity(lab, records, args.rows or (6 if args.quick else 20))
+            perplexity(lab, records, args.rows or (4 if args.quick else 20))
         elif part == "recall":
             recall(lab, records, distances, prompts)
         elif part == "lm_eval":

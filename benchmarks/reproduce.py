@@ -72,7 +72,7 @@ PARTS = (
     Part("fig5", "numerics", "layers", (40, 600), False, CPU),
     Part("context", "numerics", "context", (120, 3000), False, CPU),
     Part("sources", "numerics", "sources", (60, 900), False, CPU),
-    Part("table1", "quality", "perplexity", (100, 300), None, CPU),
+    Part("table1", "quality", "perplexity", (70, 300), None, CPU),
     Part("table1", "quality", "recall", (40, 1800), None, CPU),
     Part("table2", "quality", "generation", (50, 150), None, CPU),
     Part("fig7", "kernel_figures", "fig7", (40, 75), True, timing=True),
