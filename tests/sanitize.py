@@ -40,6 +40,7 @@ def work() -> None:
         for lens, heads, query_len, invariant in (
             ([0, 1, 130, 700], 16, 2, False),
             ([1, 200], 16, 1, False),
+            ([1, 200], 64, 1, False),
             ([3000], 128, 1, False),
             ([65] * 3, 64, 4, True),
         ):

@@ -14,8 +14,9 @@ from kernels.layout import BLOCK_SIZE, FP8_LATENT_DIM, FP8_ROPE_DIM, CacheFormat
 
 TILE_ROWS = 64
 FP8_BUILDS = {16: "decode_fp8_16", 32: "decode_fp8_32", TILE_ROWS: "decode_fp8"}  # by TILE_N of csrc/mla_decode/fp8.cu
+FP8_PAIR = "decode_fp8_pair"  # its build for clusters of two tiles
 MAX_GROUP = 7  # tiles that walk the same keys at the same time; above it, groups of four
-COMBINE_WARPS = 16  # WARPS of csrc/mla_decode/combine.cu
+COMBINE_THREADS = 512  # 32 * WARPS of csrc/mla_decode/combine.cu
 PLAN_THREADS = 256  # THREADS of csrc/mla_decode/plan.cu
 INVARIANT_SPLITS = 8  # INVARIANT_SPLITS of csrc/mla_decode/plan.cu
 _HEADER = 8  # ints before the group starts of the work list, WorkLayout::starts()
@@ -56,7 +57,7 @@ class PagedReadArgs(ctypes.Structure):
 class _CombineArgs(ctypes.Structure):
     _fields_ = (
         ("work", c_void_p), ("layout", _WorkLayout), ("group", c_int), ("rows", c_int), ("out_fp32", c_int),
-        ("warps_per_row", c_int), ("partial_out", c_void_p), ("partial_lse", c_void_p), ("out", c_void_p), ("lse", c_void_p),
+        ("partial_out", c_void_p), ("partial_lse", c_void_p), ("out", c_void_p), ("lse", c_void_p),
     )  # fmt: skip
 
 
@@ -154,30 +155,29 @@ def mla_decode(
     args.out_fp32, args.causal = int(out_dtype is torch.float32), int(causal)
     args.softmax_scale_log2 = softmax_scale * math.log2(math.e)
     combine = _CombineArgs(
-        plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32, _warps_per_row(b * s * h, plan.batch_invariant),
+        plan.work.data_ptr(), g.layout, g.group, s * h, args.out_fp32,
         plan.partial_out.data_ptr(), plan.partial_lse.data_ptr(), out.data_ptr(), lse.data_ptr(),
     )  # fmt: skip
     with torch.cuda.device(device):
-        decode = _fp8_kernel(s * h, device.index) if fp8 else binding.kernel("decode_bf16", "mla_decode_bf16", device.index)
-        decode.launch(g.groups * g.group, 512, args, overlap=True)
-        per_cta = COMBINE_WARPS // combine.warps_per_row
-        grid = min(-(-g.max_items * g.group * TILE_ROWS // per_cta), binding.sm_count(device.index))
-        binding.kernel("decode_combine", "combine_decode", device.index).launch(grid, 32 * COMBINE_WARPS, combine, overlap=True)
+        decode, cluster = _decode_kernel(g, cache.format, device.index)
+        decode.launch(g.groups * g.group, 512, args, cluster=cluster, overlap=True)
+        sms = binding.sm_count(device.index)
+        binding.kernel("decode_combine", "combine_decode", device.index).launch(sms, COMBINE_THREADS, combine, overlap=True)
     return out, lse
 
 
-def _fp8_kernel(rows: int, device_index: int) -> binding.Kernel:
-    """The build of fp8.cu for so many query rows of a sequence: fewer rows, less softmax and PV. All are loaded at the first
-    call, so that another query length may come up inside a graph capture."""
+def _decode_kernel(g: Geometry, fmt: CacheFormat, device_index: int) -> tuple[binding.Kernel, int]:
+    """The decode kernel and its cluster size. fp8.cu is built for fewer rows, with less softmax and PV, and for an even number
+    of tiles side by side, as pairs. All builds are loaded at the first call, so that another query length may come up inside
+    a graph capture."""
+    if fmt is not CacheFormat.FP8:
+        return binding.kernel("decode_bf16", "mla_decode_bf16", device_index), 1
     kernels = {n: binding.kernel(module, "mla_decode_fp8", device_index) for n, module in FP8_BUILDS.items()}
-    return next(kernel for n, kernel in kernels.items() if rows <= n or n == TILE_ROWS)
-
-
-def _warps_per_row(rows: int, invariant: bool) -> int:
-    """Few rows have many splits each, so more warps share one. Batch-invariant: one order of additions for all."""
-    if invariant or rows > 1024:
-        return 1
-    return 16 if rows <= 256 else 4
+    pair = binding.kernel(FP8_PAIR, "mla_decode_fp8", device_index)
+    if g.group % 2 == 0:
+        return pair, 2
+    rows = g.query_len * g.heads
+    return next(kernel for n, kernel in kernels.items() if rows <= n or n == TILE_ROWS), 1
 
 
 def _check(

@@ -155,8 +155,8 @@ def _sequence(p: Problem, i: int, length: int) -> tuple[torch.Tensor, torch.Tens
 def attend(p: Problem, *, p_block: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in float64 on the stored values: out [B, S, H, C], lse [B, S, H].
 
-    p_block: also quantize P to E4M3 with an exact scale per row and block of that many tokens, V's scale folded in; sums
-    stay exact. That is what an FP8 kernel may lose, and nothing else.
+    p_block: also quantize P to E4M3 with an exact scale per row and block of that many tokens, V's scale folded in. That is
+    what an FP8 kernel may lose, and nothing else. The output's sums stay exact; the LSE is that of the quantized P.
     """
     b, s, h = p.shape
     device = p.query.content.device
@@ -177,7 +177,9 @@ def attend(p: Problem, *, p_block: int | None = None) -> tuple[torch.Tensor, tor
             if p_block is None:
                 out[i, r] = logits.softmax(-1) @ (content[:n] * scale[:n, None])
             else:
-                out[i, r] = _quantized_p(logits, scale[:n], p_block) @ content[:n]
+                weights = _quantized_p(logits, scale[:n], p_block)
+                out[i, r] = weights @ content[:n]
+                lse[i, r] += (weights / scale[:n]).sum(-1).log()
     return out, lse
 
 

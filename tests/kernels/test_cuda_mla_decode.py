@@ -1,7 +1,7 @@
 """The Hopper decode kernels against float64: every shape, every edge, both cache formats.
 
 Tolerances. FP8: the output's relative L2 error is at most 1.1 times that of a float64 emulation that quantizes P alone
-(1.2 times from 4k tokens on, where the emulated error itself becomes small beside accumulation). BF16: 0.0025.
+(1.2 times from 4k tokens on, for values of any mean). BF16: 0.0025.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ pytestmark = pytest.mark.hopper
 FP8, BF16 = CacheFormat.FP8, CacheFormat.BF16
 BOTH = pytest.mark.parametrize("fmt", [FP8, BF16], ids=["fp8", "bf16"])
 BF16_LIMIT = 0.0025
-# What the FP8 tensor core's accumulation adds: it cuts every product at 2^-13 of the largest, toward zero, so values with a
-# mean lose a fixed share of it within the 128 tokens of a block. Flat in the context; nothing for zero-mean values.
-ACCUMULATION = {0.0: 0.0, 0.5: 8e-4, 3.0: 1.6e-3}
-# The FP8 tensor core cuts every QK product toward zero; 9e-4 of the LSE was measured with logits up to 36.
+# The FP8 tensor core cuts every QK product toward zero; 9e-4 of the LSE was measured with logits up to 36. Beside that an FP8
+# sum is one of quantized weights, each of them off by at most 1/16, the largest of a block by nothing.
 LSE_LIMIT = {FP8: 2e-3, BF16: 1e-4}
+QUANTIZED_WEIGHT = 1 / 16
 
 
 def decode(p: Problem, *, out_dtype: torch.dtype = torch.float32, invariant: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,14 +45,29 @@ def check(p: Problem, factor: float = 1.1, *, invariant: bool = False, slack: fl
     truth, true_lse = attend(p)
     error = relative_error(out, truth)
     if p.cache.format is FP8:
-        allowed = factor * relative_error(attend(p, p_block=P_BLOCK)[0], truth) + slack
+        emulated, emulated_lse = attend(p, p_block=P_BLOCK)
+        allowed = factor * relative_error(emulated, truth) + slack
+        check_fp8_lse(lse, emulated_lse, true_lse)
     else:
         allowed = BF16_LIMIT
+        assert lse_error(lse, true_lse) <= LSE_LIMIT[BF16]
     assert error <= allowed, f"error {error:.5f}, allowed {allowed:.5f}"
-    assert lse_error(lse, true_lse) <= LSE_LIMIT[p.cache.format]
     empty = true_lse == -math.inf
     assert bool((out[empty] == 0).all()), "a row without keys must be zero"
     return error
+
+
+def check_fp8_lse(lse: torch.Tensor, emulated: torch.Tensor, truth: torch.Tensor) -> None:
+    """Every row within what quantized weights allow; all rows together within 1.1 times what they do in the emulation."""
+    rounding = LSE_LIMIT[FP8]
+    assert lse_error(lse, truth) <= rounding + QUANTIZED_WEIGHT
+    some = truth > -math.inf
+    size = truth[some].abs().clamp(min=1.0)
+
+    def rms(x: torch.Tensor) -> float:
+        return float(((x.double() - truth)[some] / size).square().mean().sqrt()) if bool(some.any()) else 0.0
+
+    assert rms(lse) <= 1.1 * rms(emulated) + rounding / 2, f"LSE off by {rms(lse):.5f}, emulated {rms(emulated):.5f}"
 
 
 RAGGED = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 1000, 4097]
@@ -120,7 +134,7 @@ def unsplit(p: Problem) -> Problem:
 @pytest.mark.parametrize("length", [4096, 16384, 65536, 131072])
 def test_error_does_not_grow_with_context(v_mean: float, length: int) -> None:
     """Reports K09, K10: values with a mean are what a coarse accumulator loses. One CTA walks the whole context; the bound
-    falls with the context."""
+    falls with the context, and most with values that have a mean."""
     p = random_problem([length], 64, v_mean=v_mean, seed=length)
     truth = attend(p)[0]
     emulated = relative_error(attend(p, p_block=P_BLOCK)[0], truth)
@@ -128,7 +142,7 @@ def test_error_does_not_grow_with_context(v_mean: float, length: int) -> None:
     for one in (out[:1], out[-1:]):
         error = relative_error(one, truth)
         print(f"length {length}, V mean {v_mean}: kernel {error:.5f}, emulated {emulated:.5f}, ratio {error / emulated:.2f}")
-        assert error <= math.hypot(1.2 * emulated, ACCUMULATION[v_mean])
+        assert error <= 1.2 * emulated
 
 
 @BOTH
@@ -282,7 +296,11 @@ def test_graph_replays_with_new_lengths_and_other_streams(fmt: CacheFormat) -> N
         assert torch.equal(out, eager[0]) and torch.equal(lse, eager[1])
         # Tails of shortened sequences hold real values here, so compare against float64 too.
         truth, true_lse = attend(p)
-        assert relative_error(out, truth) < 0.03 and lse_error(lse, true_lse) < 2e-3
+        assert relative_error(out, truth) < 0.03
+        if fmt is FP8:
+            check_fp8_lse(lse, attend(p, p_block=P_BLOCK)[1], true_lse)
+        else:
+            assert lse_error(lse, true_lse) < LSE_LIMIT[BF16]
 
 
 def test_accuracy_against_unquantized_inputs() -> None:

@@ -33,6 +33,27 @@ DEVICE void mbar_wait(uint32_t bar, int parity) {
       "@p bra DONE%=;\nbra WAIT%=;\nDONE%=:\n}\n" ::"r"(bar), "r"(parity) : "memory");
 }
 
+// ---- clusters --------------------------------------------------------------------------------
+// The shared-memory address of CTA `rank` of the cluster that corresponds to this CTA's `addr`.
+DEVICE uint32_t in_cta(uint32_t addr, int rank) {
+  uint32_t r;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(addr), "r"(rank));
+  return r;
+}
+// At a barrier of CTA `rank`. Without .release.cluster on purpose, which would be a fence of the whole GPU.
+DEVICE void mbar_arrive_at(uint32_t bar, int rank) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_cta(bar, rank)) : "memory");
+}
+// mbar_arrive_after at a barrier of CTA `rank`.
+DEVICE void mbar_arrive_at_after(bool speaks, uint32_t bar, int rank, uint32_t a, uint32_t b) {
+  asm volatile(
+      "{\n.reg .pred l, p, q;\nsetp.ne.u32 l, %3, 0;\nsetp.ne.u32 q, %1, 0;\nsetp.ne.xor.u32 q, %2, 0, q;\n"
+      "and.pred p, l, q;\nnot.pred q, q;\nand.pred q, l, q;\n"
+      "@p mbarrier.arrive.shared::cluster.b64 _, [%0];\n@q mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(in_cta(bar, rank)),
+      "r"(a), "r"(b), "r"((int)speaks) : "memory");
+}
+DEVICE void cluster_sync() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+
 // ---- TMA -------------------------------------------------------------------------------------
 DEVICE void tma_3d(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
   asm volatile(
@@ -52,6 +73,22 @@ DEVICE void tma_2d(uint32_t dst, const void* map, uint32_t bar, int x, int y) {
 DEVICE void bulk_copy(uint32_t dst, const void* src, int bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "r"(bytes), "r"(bar) : "memory");
+}
+// The same into both CTAs of a cluster of two, at the same addresses; each one's barrier counts the bytes.
+DEVICE void tma_3d_both(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3,%4,%5}], [%2], %6;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"((uint16_t)3) : "memory");
+}
+DEVICE void tma_4d_both(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z, int t) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "r"(t), "h"((uint16_t)3) : "memory");
+}
+DEVICE void bulk_copy_both(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "h"((uint16_t)3) : "memory");
 }
 DEVICE void prefetch_map(const void* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 // Makes this thread's ordinary shared-memory stores visible to wgmma and TMA.

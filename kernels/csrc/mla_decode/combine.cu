@@ -1,95 +1,127 @@
 // Merges the partial results of split sequences by their log-sum-exp (natural), in the order of the splits, and writes
-// zeros and -inf for rows without keys. `warps_per_row` warps share a row: warp j adds splits j, j + warps_per_row, ...
+// zeros and -inf for rows without keys. A warp merges a row or, the more splits there are, a fourth or a sixteenth of one.
 #include "common/ptx.cuh"
 #include "mla_decode/work.cuh"
 
-constexpr int WARPS = 16, IN_FLIGHT = 4;
+constexpr int WARPS = 16;
 
 struct CombineArgs {
   const int* work;
   WorkLayout layout;
   int group, rows, out_fp32;  // tiles of a group; query rows of a sequence
-  int warps_per_row;          // 1, 4 or 16
   const float* partial_out;   // [slots * group][64][512], each divided by its own sum
   const float* partial_lse;   // [slots * group][64]
   void* out;                  // [batch * rows][512]
   float* lse;                 // [batch * rows]
 };
 
+// Shares of a row, a warp each. By the splits of the sequence alone; it does not change the order of additions.
+DEVICE int parts_of(int splits) { return splits <= 4 ? 1 : splits <= 24 ? 4 : 16; }
+
+DEVICE void store(const CombineArgs& a, size_t at, float4 v) {
+  if (a.out_fp32)
+    *(float4*)((float*)a.out + at) = v;
+  else
+    *(uint2*)((bf16*)a.out + at) = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
+}
+DEVICE void store(const CombineArgs& a, size_t at, float v) {
+  if (a.out_fp32)
+    ((float*)a.out)[at] = v;
+  else
+    ((bf16*)a.out)[at] = narrow<bf16>(v);
+}
+DEVICE void add(float4& sum, float w, float4 v) {
+  sum.x = fmaf(w, v.x, sum.x), sum.y = fmaf(w, v.y, sum.y), sum.z = fmaf(w, v.z, sum.z), sum.w = fmaf(w, v.w, sum.w);
+}
+DEVICE void add(float& sum, float w, float v) { sum = fmaf(w, v, sum); }
+DEVICE float4 scaled(float4 v, float s) { return make_float4(v.x * s, v.y * s, v.z * s, v.w * s); }
+DEVICE float scaled(float v, float s) { return v * s; }
+
+// COUNT vectors of row `row` a lane, 32 vectors apart; FLIGHT splits are read at a time.
+template <class V, int COUNT, int FLIGHT> DEVICE void merge(const CombineArgs& a, CombineItem it, int row, int part, int lane) {
+  constexpr int WIDTH = sizeof(V) / 4;
+  const int dim = (part * COUNT * 32 + lane) * WIDTH;
+  const size_t first = ((size_t)it.first_slot * a.group + row / ROWS) * ROWS + row % ROWS, step = (size_t)a.group * ROWS;
+  V v[FLIGHT][COUNT], sum[COUNT] = {};
+  const V* from = (const V*)(a.partial_out + first * DIM + dim);
+  const int apart = (int)step * (DIM / WIDTH);
+  auto read = [&](int left) {
+#pragma unroll
+    for (int j = 0; j < FLIGHT; j++, from += apart)
+#pragma unroll
+      for (int c = 0; c < COUNT; c++)
+        v[j][c] = j < left ? __ldcs(from + c * 32) : V{};
+  };
+  read(it.splits);
+  float top = -INFINITY_F, all = 0.f;
+  for (int k = lane; k < it.splits; k += 32) top = fmaxf(top, a.partial_lse[first + k * step]);
+#pragma unroll
+  for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
+#pragma unroll 1
+  for (int k0 = 0; k0 < it.splits; k0 += FLIGHT) {
+    if (k0) read(it.splits - k0);
+    const float lse = lane < FLIGHT && k0 + lane < it.splits ? a.partial_lse[first + (k0 + lane) * step] : -INFINITY_F;
+    const float mine = lse == -INFINITY_F ? 0.f : ex2_mufu((lse - top) * 1.4426950409f);
+#pragma unroll
+    for (int j = 0; j < FLIGHT; j++) {
+      const float w = __shfl_sync(~0u, mine, j);
+      if (w == 0.f) continue;  // no keys: its output may hold anything
+      all += w;
+#pragma unroll
+      for (int c = 0; c < COUNT; c++) add(sum[c], w, v[j][c]);
+    }
+  }
+  const size_t to = (size_t)it.seq * a.rows + it.unit * a.group * ROWS + row;
+  const float scale = all > 0.f ? 1.f / all : 0.f;
+#pragma unroll
+  for (int c = 0; c < COUNT; c++) store(a, to * DIM + dim + c * 32 * WIDTH, scaled(sum[c], scale));
+  if (dim == 0) a.lse[to] = all > 0.f ? top + logf(all) : -INFINITY_F;
+}
+
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) combine_decode(const CombineArgs a) {
-  __shared__ float4 part[WARPS][DIM / 4];
-  __shared__ float sums[WARPS];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, share = a.warps_per_row, mine = warp % share;
+  const int lane = threadIdx.x & 31;
   allow_next_kernel();
   // The work list is older than the decode kernel this one waits for.
   const CombineItem* items = (const CombineItem*)(a.work + a.layout.items());
-  const int total = a.work[WorkLayout::items_count()] * a.group * ROWS, stride = gridDim.x * (WARPS / share);
-  int i = blockIdx.x * (WARPS / share) + warp / share;
-  wait_for_previous_kernel();
-  for (; i < total; i += stride) {
-    const CombineItem it = items[i / (a.group * ROWS)];
-    const int rank = i / ROWS % a.group, r = i % ROWS, in_seq = (it.unit * a.group + rank) * ROWS + r;
-    if (in_seq >= a.rows) continue;  // the same for all warps of a row
-    const size_t first = ((size_t)it.first_slot * a.group + rank) * ROWS + r, step = (size_t)a.group * ROWS;
-    float top = -INFINITY_F;
-    for (int k = lane; k < it.splits; k += 32) top = fmaxf(top, a.partial_lse[first + k * step]);
-#pragma unroll
-    for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, d));
-    float sum = 0.f;
-    float4 acc[4] = {};
-    for (int k0 = mine; k0 < it.splits; k0 += share * IN_FLIGHT) {
-      float lse[IN_FLIGHT];
-      float4 v[IN_FLIGHT][4];
-#pragma unroll
-      for (int j = 0; j < IN_FLIGHT; j++) {
-        const int k = k0 + j * share;
-        lse[j] = k < it.splits ? a.partial_lse[first + k * step] : -INFINITY_F;
-        const float4* o = (const float4*)(a.partial_out + (first + (k < it.splits ? k : k0) * step) * DIM);
-#pragma unroll
-        for (int c = 0; c < 4; c++) v[j][c] = __ldcs(o + c * 32 + lane);
+  const int count = a.work[WorkLayout::items_count()];
+  bool waited = false;
+  int base = 0, before = 0;  // 32 items are looked at together; tasks of those before them
+  for (int task = blockIdx.x * WARPS + (threadIdx.x >> 5);; task += gridDim.x * WARPS) {
+    CombineItem it{};
+    int from = 0;
+    for (;; base += 32) {
+      if (base >= count) {
+        if (!waited) wait_for_previous_kernel();  // or the next kernel would not wait for it either
+        return;
       }
-#pragma unroll
-      for (int j = 0; j < IN_FLIGHT; j++) {
-        if (lse[j] == -INFINITY_F) continue;  // no keys: its output may hold anything
-        const float w = ex2_mufu((lse[j] - top) * 1.4426950409f);
-        sum += w;
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-          acc[c].x = fmaf(w, v[j][c].x, acc[c].x), acc[c].y = fmaf(w, v[j][c].y, acc[c].y);
-          acc[c].z = fmaf(w, v[j][c].z, acc[c].z), acc[c].w = fmaf(w, v[j][c].w, acc[c].w);
-        }
+      int tasks = 0;
+      if (base + lane < count) {
+        it = items[base + lane];
+        tasks = max(0, min(a.group * ROWS, a.rows - it.unit * a.group * ROWS)) * parts_of(it.splits);
       }
-    }
-    const size_t row = (size_t)it.seq * a.rows + in_seq;
-    auto store = [&](int column, float4 v, float all) {
-      const float scale = all > 0.f ? 1.f / all : 0.f;
-      v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
-      if (a.out_fp32)
-        ((float4*)a.out)[row * (DIM / 4) + column] = v;
-      else
-        ((uint2*)a.out)[row * (DIM / 4) + column] = make_uint2(pack_bf16(v.x, v.y), pack_bf16(v.z, v.w));
-      if (column == 0) a.lse[row] = all > 0.f ? top + logf(all) : -INFINITY_F;
-    };
-    if (share == 1) {
+      int end = tasks;
 #pragma unroll
-      for (int c = 0; c < 4; c++) store(c * 32 + lane, acc[c], sum);
-      continue;
-    }
-    // Warps of a row meet at a barrier of their own; ids 1 to 4.
-    const int base = warp / share * share, threads = 32 * share, barrier = 1 + warp / share;
-    named_barrier(barrier, threads);  // the previous row's reads are done
-#pragma unroll
-    for (int c = 0; c < 4; c++) part[warp][c * 32 + lane] = acc[c];
-    if (lane == 0) sums[warp] = sum;
-    named_barrier(barrier, threads);
-    for (int column = mine * 32 + lane; column < DIM / 4; column += threads) {
-      float4 v = part[base][column];
-      float all = sums[base];
-      for (int w = base + 1; w < base + share; w++) {
-        const float4 x = part[w][column];
-        all += sums[w], v.x += x.x, v.y += x.y, v.z += x.z, v.w += x.w;
+      for (int d = 1; d < 32; d *= 2) {
+        const int left = __shfl_up_sync(~0u, end, d);
+        if (lane >= d) end += left;
       }
-      store(column, v, all);
+      const uint32_t beyond = __ballot_sync(~0u, before + end > task);
+      if (beyond) {
+        const int at = __ffs(beyond) - 1;
+        from = before + __shfl_sync(~0u, end - tasks, at);
+        it.seq = __shfl_sync(~0u, it.seq, at), it.unit = __shfl_sync(~0u, it.unit, at);
+        it.first_slot = __shfl_sync(~0u, it.first_slot, at), it.splits = __shfl_sync(~0u, it.splits, at);
+        break;
+      }
+      before += __shfl_sync(~0u, end, 31);
     }
+    if (!waited) wait_for_previous_kernel(), waited = true;
+    const int parts = parts_of(it.splits), row = (task - from) / parts, part = (task - from) % parts;
+    if (parts == 1)
+      merge<float4, 4, 4>(a, it, row, part, lane);
+    else if (parts == 4)
+      merge<float4, 1, 16>(a, it, row, part, lane);
+    else
+      merge<float, 1, 32>(a, it, row, part, lane);
   }
 }

@@ -1,5 +1,8 @@
 // What the FP8 and the BF16 decode kernel share: their argument struct and one piece of work as a CTA sees it.
 #pragma once
+#ifndef PAIR
+#define PAIR 0  // 1: launched as clusters of two CTAs that share their keys
+#endif
 #include "common/ptx.cuh"
 #include "mla_decode/work.cuh"
 
@@ -50,7 +53,8 @@ struct Tile {
     live = a.num_query ? min(max(a.num_query[seq], 0), a.query_len) : a.query_len;
     first_row = (p.unit * a.group + rank) * ROWS;
     rows = min(a.query_len * a.heads - first_row, ROWS);
-    const bool dead = rows <= 0 || first_row >= live * a.heads;
+    const int lead = first_row - (PAIR ? rank % 2 * ROWS : 0);  // CTAs of a pair walk the same blocks
+    const bool dead = rows <= 0 || lead >= live * a.heads;
     blocks = dead ? 0 : max(0, min(p.end, (len + BLOCK - 1) / BLOCK) - begin);
   }
   // Tokens that row r of the tile sees.

@@ -46,6 +46,9 @@ constexpr int PART_BYTES = PART_CHUNKS * PAGE * 128, ROPE_BYTES = PAGE * 2 * ROP
 constexpr bool SHARED_CHUNKS = PART_CHUNKS == 1;
 DEVICE constexpr int slab_dim(int s) { return SHARED_CHUNKS ? s * 128 : (s >> 1) * 256 + (s & 1) * 64; }  // past slab 0's
 constexpr int SLAB = TILE_N / 2;  // accumulators a thread has of a slab
+// Added to every base-2 logit, so that it is positive and the order of its bits its own: half as many instructions find the
+// largest. It costs the logit what lies below 2^-15.
+constexpr float BIAS = 768.f;
 constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
 
 // Shared memory, byte offsets. Content of a block: four chunks of 128 dims, each [128 tokens][128 B], SWIZZLE_128B
@@ -54,17 +57,18 @@ constexpr int CHUNK = BLOCK * 128, K_ROPE = 4 * CHUNK, STAGE_BYTES = K_ROPE + CH
 constexpr int O_Q = STAGES * STAGE_BYTES, O_QR = O_Q + ROWS * DIM, O_P = O_QR + ROWS * 128;
 constexpr int O_SCALE = O_P + 2 * ROWS * BLOCK;      // [page][64] s_k as fetched
 constexpr int O_TAB = O_SCALE + STAGES * BLOCK * 4;  // [page][32 token pairs] {s, s', log2 s, log2 s'}
-constexpr int O_INV = O_TAB + STAGES * BLOCK * 8;    // [page][4 groups of 16][4 threads] 1/s of the four tokens it owns
-constexpr int O_MAX = O_INV + STAGES * BLOCK * 4;    // [2][64] r: row maximum of the block, log2
-constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][64][4] row sums of the block, one a quad lane
-constexpr int O_BETA = O_SUM + 2 * ROWS * 16;        // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
+constexpr int O_INV = O_TAB + STAGES * BLOCK * 8;    // [4][3 digits][4 threads][8 units of 16 tokens] 1/s in e4m3, four tokens a word
+constexpr int O_UNIT = O_INV + 4 * 3 * BLOCK;        // [4] what 1 of the first digit stands for
+constexpr int O_MAX = O_UNIT + 16;                   // [2][64] r: row maximum of the block, log2
+constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][3 digits][64] row sums of the block
+constexpr int O_BETA = O_SUM + 2 * 3 * ROWS * 4;     // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
 constexpr int O_ALPHA = O_BETA + 2 * ROWS * 2;       // [2][64] f32
 constexpr int O_FLAG = O_ALPHA + 2 * ROWS * 4;       // [2] does any row of the block change R
 constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows without a visible token
 constexpr int O_ROW = O_INVL + ROWS * 4;             // [2][64] {q_scale * softmax scale * log2(e), visible tokens}
 constexpr int O_TILE = O_ROW + 2 * ROWS * 8;         // [2] {first token, blocks, tokens every live row sees}
 constexpr int O_BAR = O_TILE + 2 * 16;
-constexpr int SMEM_BYTES = O_BAR + 8 * (STAGES * (2 * PARTS + 6) + 4);
+constexpr int SMEM_BYTES = O_BAR + 8 * (STAGES * (2 * PARTS + 7) + 4);
 static_assert(SMEM_BYTES <= 232448, "shared memory of a Hopper SM");
 extern "C" __device__ int mla_decode_fp8_smem = SMEM_BYTES;  // the launcher reads it
 
@@ -77,14 +81,42 @@ struct Smem {
   DEVICE uint32_t table(int b) const { return pair(2 * PARTS, b); }        // scale tables ready, tail cleared
   DEVICE uint32_t maxima(int b) const { return pair(2 * PARTS + 1, b); }   // row maxima of the block written
   DEVICE uint32_t factors(int b) const { return pair(2 * PARTS + 2, b); }  // alpha and beta of the block written
-  DEVICE uint32_t p_full(int b) const { return pair(2 * PARTS + 3, b); }   // P and row sums of the block written
+  DEVICE uint32_t p_full(int b) const { return pair(2 * PARTS + 3, b); }   // P of the block written
   DEVICE uint32_t p_empty(int b) const { return pair(2 * PARTS + 4, b); }  // both PV warpgroups are done with all of these
   DEVICE uint32_t rope_freed(int b) const { return pair(2 * PARTS + 5, b); }  // QK has read RoPE and tables
-  DEVICE uint32_t q_full() const { return pair(2 * PARTS + 6, 0); }        // query and row constants of a tile are there
-  DEVICE uint32_t q_empty() const { return pair(2 * PARTS + 6, 1); }       // QK has read the query for the last time
-  DEVICE uint32_t sums_full() const { return pair(2 * PARTS + 7, 0); }     // 1 / l of the tile written
-  DEVICE uint32_t sums_empty() const { return pair(2 * PARTS + 7, 1); }    // both PV warpgroups have read it
+  DEVICE uint32_t sums(int b) const { return pair(2 * PARTS + 6, b); }     // row sums of the block written
+  DEVICE uint32_t q_full() const { return pair(2 * PARTS + 7, 0); }        // query and row constants of a tile are there
+  DEVICE uint32_t q_empty() const { return pair(2 * PARTS + 7, 1); }       // QK has read the query for the last time
+  DEVICE uint32_t inverse_full() const { return pair(2 * PARTS + 8, 0); }  // 1 / l of the tile written
+  DEVICE uint32_t inverse_empty() const { return pair(2 * PARTS + 8, 1); } // both PV warpgroups have read it
 };
+
+// ---- pairs ---------------------------------------------------------------------------------------------
+// Two tiles of a sequence are a cluster: each of the two CTAs fetches half of every block, into both.
+DEVICE void fetch_3d(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z) {
+  PAIR ? tma_3d_both(dst, map, bar, x, y, z) : tma_3d(dst, map, bar, x, y, z);
+}
+DEVICE void fetch_4d(uint32_t dst, const void* map, uint32_t bar, int x, int y, int z, int t) {
+  PAIR ? tma_4d_both(dst, map, bar, x, y, z, t) : tma_4d(dst, map, bar, x, y, z, t);
+}
+DEVICE void fetch_bytes(uint32_t dst, const void* src, int bytes, uint32_t bar) {
+  PAIR ? bulk_copy_both(dst, src, bytes, bar) : bulk_copy(dst, src, bytes, bar);
+}
+
+// A block's part or RoPE has been read by this warp: its copies may be overwritten. The CTAs of a pair hear it from both.
+DEVICE void free_rope(uint32_t bar, int lane) {
+  if (PAIR) {
+    if (lane < 2) mbar_arrive_at(bar, lane);
+  } else if (lane == 0) {
+    mbar_arrive(bar);
+  }
+}
+DEVICE void free_part(uint32_t bar, int lane, uint32_t read, uint32_t read_too) {
+  if (PAIR)
+    mbar_arrive_at_after(lane < 2, bar, lane & 1, read, read_too);
+  else
+    mbar_arrive_after(lane == 0, bar, read, read_too);
+}
 
 // ---- WG0 warp 0: TMA producer ----------------------------------------------------------------------
 // content map {128 B, 64 tokens, 4 chunks, pages}, rope map {64 bf16, 64 tokens, pages}.
@@ -92,6 +124,7 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
   prefetch_map(&a.content);
   prefetch_map(&a.rope);
   const Range range(a);
+  const auto mine = [&](int i) { return !PAIR || i % 2 == range.rank % 2; };
   int n = 0;  // blocks so far
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
@@ -105,8 +138,9 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
         mbar_expect_tx(bar, pages * ROPE_BYTES);
         for (int half = 0; half < pages; half++) {
           const int page = half ? second : first;
-          tma_3d(sm.base + b * STAGE_BYTES + K_ROPE + half * PAGE * 128, &a.rope, bar, 0, 0, page);
-          bulk_copy(sm.base + O_SCALE + (2 * b + half) * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
+          if (!mine(half)) continue;
+          fetch_3d(sm.base + b * STAGE_BYTES + K_ROPE + half * PAGE * 128, &a.rope, bar, 0, 0, page);
+          fetch_bytes(sm.base + O_SCALE + (2 * b + half) * PAGE * 4, a.scales + page * a.scale_stride, PAGE * 4, bar);
         }
       }
       __syncwarp();
@@ -120,7 +154,7 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
             const uint32_t dst = sm.base + b * STAGE_BYTES + half * PAGE * 128;
 #pragma unroll
             for (int c = PART_CHUNKS * part; c < PART_CHUNKS * (part + 1); c++)
-              tma_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, half ? second : first);
+              if (mine(c)) fetch_4d(dst + c * CHUNK, &a.content, bar, 0, 0, c, half ? second : first);
           }
         }
         __syncwarp();
@@ -141,16 +175,30 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
       const int b = n & 1, valid = t.len - (t.begin + j) * BLOCK;
 #pragma unroll
       for (int part = 0; part < PARTS; part++) mbar_wait(sm.landed(b, part), (n >> 1) & 1);
+      float x[4];  // 1 / s of the lane's tokens: a pair of either page
 #pragma unroll
       for (int half = 0; half < 2; half++) {
         const int slot = 2 * b + half, token = half * PAGE + 2 * lane;
-        float2 s = lds_f32x2(sm.base + O_SCALE + slot * PAGE * 4 + lane * 8);  // token pair `lane`
+        float2 s = lds_f32x2(sm.base + O_SCALE + slot * PAGE * 4 + lane * 8);
         if (token >= valid) s.x = 1.f;
         if (token + 1 >= valid) s.y = 1.f;
-        sts_f32x4(sm.base + O_TAB + slot * PAGE * 8 + lane * 16, make_float4(s.x, s.y, lg2(s.x), lg2(s.y)));
-        // pair = 8*group + 4*upper + q  ->  word [group][q][2*upper]
-        const uint32_t inv = sm.base + O_INV + slot * PAGE * 4 + (lane >> 3) * 64 + (lane & 3) * 16 + ((lane >> 2) & 1) * 8;
-        sts_f32x2(inv, make_float2(rcp(s.x), rcp(s.y)));
+        sts_f32x4(sm.base + O_TAB + slot * PAGE * 8 + lane * 16, make_float4(s.x, s.y, lg2(s.x) + BIAS, lg2(s.y) + BIAS));
+        x[2 * half] = rcp(s.x), x[2 * half + 1] = rcp(s.y);
+      }
+      // Digits of 1 / s to the base of 16, in e4m3, for the row sums: the largest of the block is 128 to 256.
+      const uint32_t top = __reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])))) >> 23;
+      float up = __uint_as_float((261 - top) << 23);
+      if (lane == 0) sts32(sm.base + O_UNIT + (n & 3) * 4, (top - 7) << 23);
+      // pair = 8 * unit + 4 * upper + q of a page  ->  half word `upper` of word [digit][q][unit]
+      uint32_t to = sm.base + O_INV + (n & 3) * 3 * BLOCK + (lane & 3) * 32 + (lane >> 3) * 4 + ((lane >> 2) & 1) * 2;
+#pragma unroll
+      for (int digit = 0; digit < 3; digit++, to += BLOCK, up = 16.f) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] *= up;
+        const uint32_t codes = pack_e4m3(x[0], x[1], x[2], x[3]);
+        sts16(to, codes & 0xffff), sts16(to + 16, codes >> 16);
+        const float4 rounded = unpack_e4m3(codes);
+        x[0] -= rounded.x, x[1] -= rounded.y, x[2] -= rounded.z, x[3] -= rounded.w;
       }
       if (valid < BLOCK) {
         for (int row = valid + (lane >> 3); row < BLOCK; row += 4)
@@ -176,14 +224,26 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
   int n = 0, tiles = 0;
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
-    float R[EACH], l[EACH], x[EACH];
+    float R[EACH], l[EACH], x[EACH], beta[EACH];
 #pragma unroll
     for (int h = 0; h < EACH; h++) R[h] = NEG, l[h] = 0.f, x[h] = 0.f;
+    // Adds block m, whose sums come with PV's last products: after the next block's factors, so that PV need not wait.
+    auto add_sums = [&](int m) {
+      const int b = m & 1;
+      mbar_wait(sm.sums(b), (m >> 1) & 1);
+      const float unit = lds_f32(sm.base + O_UNIT + (m & 3) * 4);
+#pragma unroll
+      for (int h = 0; h < EACH; h++) {
+        const uint32_t at = sm.base + O_SUM + b * 3 * ROWS * 4 + (lane + 32 * h) * 4;
+        const float sum = fmaf(lds_f32(at + 2 * ROWS * 4), 1.f / 256.f, fmaf(lds_f32(at + ROWS * 4), 1.f / 16.f, lds_f32(at))) * unit;
+        l[h] = fmaf(sum, __uint_as_float((__float_as_uint(beta[h]) + 0x8000u) & 0xffff0000u), l[h]), x[h] = fmaf(sum, beta[h], x[h]);
+      }
+    };
     for (int j = 0; j < t.blocks; j++, n++) {
       const int b = n & 1;
       mbar_wait(sm.maxima(b), (n >> 1) & 1);
       bool moved = false;
-      float alpha[EACH], beta[EACH], rounded[EACH];
+      float alpha[EACH], next[EACH];
 #pragma unroll
       for (int h = 0; h < EACH; h++) {
         const int row = lane + 32 * h;
@@ -191,9 +251,8 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
         const bool up = r - R[h] > float(HEADROOM);
         const float now = up ? r : R[h];
         moved |= up && row < TILE_N;
-        alpha[h] = ex2_mufu(R[h] - now), beta[h] = ex2_mufu(r - now), R[h] = now;
-        const uint32_t bits = __float_as_uint(beta[h]) + 0x8000u;
-        rounded[h] = __uint_as_float(bits & 0xffff0000u);
+        alpha[h] = ex2_mufu(R[h] - now), next[h] = ex2_mufu(r - now), R[h] = now;
+        const uint32_t bits = __float_as_uint(next[h]) + 0x8000u;
         sts16(sm.base + O_BETA + b * ROWS * 2 + ((row & 7) >> 1) * 32 + (row >> 3) * 4 + (row & 1) * 2, bits >> 16);
         sts_f32(sm.base + O_ALPHA + b * ROWS * 4 + row * 4, alpha[h]);
       }
@@ -201,24 +260,23 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
       if (lane == 0) sts32(sm.base + O_FLAG + b * 4, any);
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.factors(b));
-      mbar_wait(sm.p_full(b), (n >> 1) & 1);
+      if (j) add_sums(n - 1);
 #pragma unroll
-      for (int h = 0; h < EACH; h++) {
-        const float4 part = lds_f32x4(sm.base + O_SUM + b * ROWS * 16 + (lane + 32 * h) * 16);
-        const float sum = (part.x + part.y) + (part.z + part.w);
-        l[h] = fmaf(l[h], alpha[h], sum * rounded[h]), x[h] = fmaf(x[h], alpha[h], sum * beta[h]);
-      }
+      for (int h = 0; h < EACH; h++) l[h] *= alpha[h], x[h] *= alpha[h], beta[h] = next[h];
     }
-    mbar_wait(sm.sums_empty(), (tiles++ & 1) ^ 1);
+    if (t.blocks) add_sums(n - 1);
+    mbar_wait(sm.inverse_empty(), (tiles++ & 1) ^ 1);
 #pragma unroll
     for (int h = 0; h < EACH; h++) {
       const int row = lane + 32 * h;
-      const bool any = row < TILE_N && t.row_counts(a, row) && l[h] > 0.f;
-      sts_f32(sm.base + O_INVL + row * 4, any ? 1.f / l[h] : 0.f);
-      t.store_lse(a, row, range.rank, any ? LN2 * (R[h] - LOG2_448 + log2f(x[h])) : -INFINITY_F);
+      if (row >= TILE_N || !t.row_counts(a, row)) l[h] = 0.f;
+      sts_f32(sm.base + O_INVL + row * 4, l[h] > 0.f ? 1.f / l[h] : 0.f);
     }
     __syncwarp();
-    if (lane == 0) mbar_arrive(sm.sums_full());
+    if (lane == 0) mbar_arrive(sm.inverse_full());
+#pragma unroll
+    for (int h = 0; h < EACH; h++)
+      t.store_lse(a, lane + 32 * h, range.rank, l[h] > 0.f ? LN2 * (R[h] - BIAS - LOG2_448 + log2f(x[h])) : -INFINITY_F);
   }
 }
 
@@ -264,6 +322,35 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
 // ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
 // Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
 // accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
+// Row sums of a block, by a warpgroup: P times the digits of 1 / s, three rows of the first warp. They are sums of what PV
+// adds up, in the same precision, so that a value which all tokens share comes out as it went in.
+DEVICE void sum_rows(Smem sm, int n, int w, int lane) {
+  const int b = n & 1;
+  const bool mine = w == 0 && lane < 12;
+  const uint32_t from = sm.base + O_INV + (n & 3) * 3 * BLOCK + lane * 32;  // digit lane / 4, thread lane % 4
+  const uint4 lo = mine ? lds_u32x4(from) : make_uint4(0, 0, 0, 0), hi = mine ? lds_u32x4(from + 16) : make_uint4(0, 0, 0, 0);
+  const uint32_t A[4][4] = {{lo.x, 0, lo.y, 0}, {lo.z, 0, lo.w, 0}, {hi.x, 0, hi.y, 0}, {hi.z, 0, hi.w, 0}};
+  const uint64_t dp = desc_sw128(sm.base + O_P + b * ROWS * BLOCK);
+  float T[SLAB];
+  wgmma_fence();
+  wgmma_fp8_rs_zero(T, A[0], dp);
+#pragma unroll
+  for (int t = 1; t < 4; t++) wgmma_fp8_rs(T, A[t], dp + 2 * t);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(T);
+  if (mine) {
+    const uint32_t to = sm.base + O_SUM + (b * 3 + (lane >> 2)) * ROWS * 4 + (lane & 3) * 8;
+#pragma unroll
+    for (int i = 0; i < SLAB / 4; i++) sts_f32x2(to + i * 32, make_float2(T[4 * i], T[4 * i + 1]));
+  }
+  __syncwarp();
+  if (w == 0 && lane == 0) mbar_arrive(sm.sums(b));
+}
+
+// Of values that are not negative, whose order is that of their bits: one instruction for three.
+DEVICE int max3(int m, float a, float b) { return max(max(m, __float_as_int(a)), __float_as_int(b)); }
+
 DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
   const int g = lane >> 2, q = lane & 3, r0 = 16 * w + g;
   const bool live = TILE_N == ROWS || 16 * w < TILE_N;
@@ -309,18 +396,22 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       mbar_wait(sm.p_empty(b), parity ^ 1);
       // Table reads run AHEAD rows in front of their use: under load a shared-memory read takes 100 to 150 clocks, and left
       // to itself the compiler keeps only two in flight.
-      const uint32_t tab = sm.base + O_TAB + b * 2 * PAGE * 8 + q * 16, inv = sm.base + O_INV + b * 2 * PAGE * 4 + q * 16;
+      const uint32_t tab = sm.base + O_TAB + b * 2 * PAGE * 8 + q * 16;
       float4 k[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) k[i] = lds_f32x4(tab + i * 64);
       wgmma_wait<0>();
       pin(S);
-      if (lane == 0) {
-        mbar_arrive(sm.rope_freed(b));
-        if (base + BLOCK == last) mbar_arrive(sm.q_empty());
-      }
+      free_rope(sm.rope_freed(b), lane);
+      if (lane == 0 && base + BLOCK == last) mbar_arrive(sm.q_empty());
+      // The last block's sums are made here, so that 1 / l is there before PV is done. Factors: the row state has read the
+      // sums before the previous ones.
+      auto sum_last = [&] {
+        if (base + BLOCK == last) mbar_wait(sm.p_full(b), parity), mbar_wait(sm.factors(b), parity), sum_rows(sm, n, w, lane);
+      };
       if (!live) {  // a warp without rows speaks all the same: whoever waits for P knows that all four have read the block
         if (lane == 0) mbar_arrive(sm.maxima(b)), mbar_arrive(sm.p_full(b));
+        sum_last();
         continue;
       }
       if (base + BLOCK > tile.z) {
@@ -335,20 +426,25 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       }
 
       // y = x + log2 s_k (base-2 logit plus V's scale), and its row maximum r.
-      float m0a = NEG, m0b = NEG, m1a = NEG, m1b = NEG;
+      int m0[2] = {}, m1[2] = {};
 #pragma unroll
       for (int i = 0; i < 16; i++) {
         const float4 s = k[i % AHEAD];
-        // The last reads of the ring fetch 1 / s_k for the exponentials.
-        k[i % AHEAD] = lds_f32x4(i + AHEAD < 16 ? tab + (i + AHEAD) * 64 : inv + (i + AHEAD - 16) * 64);
+        if (i + AHEAD < 16) k[i % AHEAD] = lds_f32x4(tab + (i + AHEAD) * 64);
         S[4 * i] = fmaf(S[4 * i], s.x * c0, s.z);
         S[4 * i + 1] = fmaf(S[4 * i + 1], s.y * c0, s.w);
         S[4 * i + 2] = fmaf(S[4 * i + 2], s.x * c1, s.z);
         S[4 * i + 3] = fmaf(S[4 * i + 3], s.y * c1, s.w);
-        m0a = fmaxf(m0a, S[4 * i]), m0b = fmaxf(m0b, S[4 * i + 1]);
-        m1a = fmaxf(m1a, S[4 * i + 2]), m1b = fmaxf(m1b, S[4 * i + 3]);
+        m0[i & 1] = max3(m0[i & 1], S[4 * i], S[4 * i + 1]), m1[i & 1] = max3(m1[i & 1], S[4 * i + 2], S[4 * i + 3]);
       }
-      float r0m = quad_max(fmaxf(m0a, m0b)), r1m = quad_max(fmaxf(m1a, m1b));
+      float r0m = quad_max(__int_as_float(max(m0[0], m0[1]))), r1m = quad_max(__int_as_float(max(m1[0], m1[1])));
+      if (__any_sync(~0u, !(r0m > 0.f && r1m > 0.f))) {  // nothing visible, or logits beyond the bias
+        float a0 = NEG, a1 = NEG;
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+          a0 = fmaxf(a0, fmaxf(S[4 * i], S[4 * i + 1])), a1 = fmaxf(a1, fmaxf(S[4 * i + 2], S[4 * i + 3]));
+        r0m = quad_max(a0), r1m = quad_max(a1);
+      }
 
       if (!PROMOTE_EVERY_BLOCK) {  // one scale of P for all blocks, two bits above the first one's maximum
         if (base == tile.x) fixed0 = r0m + 2.f, fixed1 = r1m + 2.f;
@@ -366,25 +462,19 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       // P = 2^(y - r) * 448 to e4m3. Of every 16 tokens a thread owns 2q, 2q+1, 8+2q, 9+2q: they become bytes 4q..4q+3
       // of the row's 16-byte unit, one 32-bit store, no shuffle. V^T's fragments use the same token order.
       const uint32_t p = sm.base + O_P + b * ROWS * BLOCK + r0 * 128 + 4 * q;
-      float t0a = 0.f, t0b = 0.f, t1a = 0.f, t1b = 0.f;
 #pragma unroll
       for (int u = 0; u < 8; u++) {
-        const float4 v = k[u % AHEAD];
-        if (u + AHEAD < 8) k[u % AHEAD] = lds_f32x4(inv + (u + AHEAD) * 64);
         const float* s = S + 8 * u;
         const float e0 = ex2_mufu(s[0] + z0), e1 = ex2_mufu(s[1] + z0), e2 = ex2_mufu(s[2] + z1), e3 = ex2_mufu(s[3] + z1);
         const float e4 = ex2_mufu(s[4] + z0), e5 = ex2_mufu(s[5] + z0), e6 = ex2_mufu(s[6] + z1), e7 = ex2_mufu(s[7] + z1);
         const uint32_t unit = (u ^ g) << 4;
         sts32(p + unit, pack_e4m3(e0, e1, e4, e5));
         sts32(p + 8 * 128 + unit, pack_e4m3(e2, e3, e6, e7));
-        t0a = fmaf(e0, v.x, t0a), t0b = fmaf(e1, v.y, t0b), t1a = fmaf(e2, v.x, t1a), t1b = fmaf(e3, v.y, t1b);
-        t0a = fmaf(e4, v.z, t0a), t0b = fmaf(e5, v.w, t0b), t1a = fmaf(e6, v.z, t1a), t1b = fmaf(e7, v.w, t1b);
       }
-      const uint32_t sum = sm.base + O_SUM + b * ROWS * 16 + r0 * 16 + q * 4;
-      sts_f32(sum, t0a + t0b), sts_f32(sum + 8 * 16, t1a + t1b);
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.p_full(b));
+      sum_last();
     }
   }
 }
@@ -470,7 +560,7 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
       // Frees a part of the block: its last fragments sit in registers. A warp reads as one, so one lane speaks for it.
       auto release = [&](int part) {
         __syncwarp();
-        mbar_arrive_after((threadIdx.x & 31) == 0, sm.freed(b, part), A[2][3], A[3][3]);
+        free_part(sm.freed(b, part), threadIdx.x & 31, A[2][3], A[3][3]);
       };
       mbar_wait(sm.factors(b), parity);
       uint32_t be[SLAB / 4];  // read once per block: with LDS in the slab loop PV is 10 to 20 % slower
@@ -521,13 +611,14 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         const uint32_t after = __float_as_uint(O[s][SLAB - 1]) & a.zero;
         if (s < 3) split_vt(A[2], after), split_vt(A[3], after);
       }
+      if (b == half && left > 1) sum_rows(sm, n, w, threadIdx.x & 31);
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
     }
-    mbar_wait(sm.sums_full(), tiles++ & 1);
+    mbar_wait(sm.inverse_full(), tiles++ & 1);
     write_result(a, sm, O, piece, w * 32 + lane, half);
     __syncwarp();
-    if ((threadIdx.x & 31) == 0) mbar_arrive(sm.sums_empty());
+    if ((threadIdx.x & 31) == 0) mbar_arrive(sm.inverse_empty());
   }
 }
 
@@ -537,14 +628,17 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
   const int wg = __shfl_sync(~0u, threadIdx.x >> 7, 0), w = __shfl_sync(~0u, (threadIdx.x >> 5) & 3, 0), lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
     for (int b = 0; b < STAGES; b++) {
-      for (int part = 0; part < PARTS; part++) mbar_init(sm.landed(b, part), part < PARTS - 1 ? 1 : 2), mbar_init(sm.freed(b, part), 8);
-      mbar_init(sm.rope_freed(b), 4), mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4);
-      mbar_init(sm.factors(b), 1), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8);
+      for (int part = 0; part < PARTS; part++) mbar_init(sm.landed(b, part), part < PARTS - 1 ? 1 : 2), mbar_init(sm.freed(b, part), PAIR ? 16 : 8);
+      mbar_init(sm.rope_freed(b), PAIR ? 8 : 4), mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4);
+      mbar_init(sm.factors(b), 1), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8), mbar_init(sm.sums(b), 1);
     }
-    mbar_init(sm.q_full(), 2), mbar_init(sm.q_empty(), 4), mbar_init(sm.sums_full(), 1), mbar_init(sm.sums_empty(), 8);
+    mbar_init(sm.q_full(), 2), mbar_init(sm.q_empty(), 4), mbar_init(sm.inverse_full(), 1), mbar_init(sm.inverse_empty(), 8);
     mbar_init_fence();
   }
-  __syncthreads();
+  if (PAIR)
+    cluster_sync();
+  else
+    __syncthreads();
   allow_next_kernel();
   wait_for_previous_kernel();
   if (wg == 0) {
@@ -560,4 +654,5 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
     setmaxnreg_inc<PV_REGS>();
     pv(a, sm, wg - 2, w, lane);
   }
+  if (PAIR) cluster_sync();  // the other one may still write here
 }
