@@ -11,6 +11,7 @@ import ctypes
 from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,16 +22,17 @@ from kernels.errors import KernelContractError
 from kernels.layout import FP8, WEIGHT_BLOCK, Activation, BlockScaledWeight, QuantizedActivation, Rows, Weight, plain_rows
 
 TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
+TILE_ROWS, _UNIT = 128, 2  # TILE_ROWS, UNIT of csrc/gemm/stream.cuh
 WEIGHT_PROMOTION = 128  # bytes of a weight row that L2 fetches at once
 ROWS_MAX_TOKENS = 64  # of the kernel without a split over K: one token tile
-# Slices this narrow re-read X too often to pay at few tokens (measured at 16 x 16: 10.3 us against 9.4).
-_NARROW_SLICE, _FEW_TOKENS = 16, 16
 _NARROW = 4096  # up to this N torch's product, which does not split K either, leaves SMs idle at 65 .. 128 tokens
-_STREAM_THREADS, _THREADS = 288, 256
-_BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu and experts.cu
+_STREAM_THREADS, _ROWS_THREADS, _THREADS = 288, 320, 256
+_BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu
 _MANY_CTAS = 8192  # of 16 blocks of 128 channels; more than that are quantized several groups a CTA
 _GROUPS_A_CTA = {"quantize_many_bf16": 4, "silu_mul_quantize_many_bf16": 2}  # EACH of csrc/gemm/quantize.cu
-_LEAST_UNITS = 2  # 32 KB blocks of weights a CTA must have: fewer CTAs on a small weight mean fewer partial sums
+_LONG = 64  # blocks of K of a long product
+_LONGEST = 128  # of a CTA: their scales then take a quarter of its shared memory
+_LEAST_UNITS = 2  # of 32 KB of weights that a CTA must have: fewer CTAs on a small weight mean fewer partial sums
 
 
 class QuantizedArgs(ctypes.Structure):
@@ -43,7 +45,7 @@ class ProductArgs(ctypes.Structure):
     """Product of csrc/gemm/schedule.cuh, its Schedule flattened."""
 
     _fields_ = (
-        ("tile_rows", c_int), ("row_tiles", c_int), ("k_blocks", c_int), ("ctas", c_int), ("token_tile", c_int),
+        ("tile_rows", c_int), ("row_tiles", c_int), ("k_units", c_int), ("ctas", c_int), ("token_tile", c_int),
         ("n", c_int), ("partial", c_void_p), ("out", c_void_p),
     )  # fmt: skip
 
@@ -71,8 +73,8 @@ class _StreamArgs(ctypes.Structure):
 class _RowsArgs(ctypes.Structure):
     _fields_ = (
         ("w", binding.TensorMap), ("x", binding.TensorMap), ("x_scale", binding.TensorMap), ("w_scale", c_void_p), ("out", c_void_p),
-        ("rows", c_int), ("n", c_int), ("k_blocks", c_int), ("scale_rows", c_int), ("tokens", c_int), ("out_fp32", c_int),
-        ("_pad", c_int * 6),
+        ("rows", c_int), ("n", c_int), ("k_blocks", c_int), ("scale_rows", c_int), ("tokens", c_int), ("scale_blocks", c_int),
+        ("out_fp32", c_int), ("_pad", c_int * 5),
     )  # fmt: skip
 
 
@@ -139,11 +141,6 @@ def block_grid(rows: int, width: int) -> int:
     return rows * -(-width // (WEIGHT_BLOCK * _BLOCKS_A_CTA))
 
 
-def column_grid(rows: int, n: int) -> int:
-    """CTAs of the kernels with a thread a row and four output columns."""
-    return rows * -(-n // _COLUMNS_A_CTA)
-
-
 def _require_rows(op: str, x: torch.Tensor) -> None:
     if x.ndim != 2 or x.stride(1) != 1 or x.shape[1] % 16:
         raise KernelContractError(op, f"rows must be [T, K] with dense columns and K a multiple of 16, got {tuple(x.shape)}")
@@ -170,51 +167,75 @@ def linear(x: Rows, weight: Weight) -> torch.Tensor:
 def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     """x [T, K] @ weight [N, K]^T in `dtype`, BF16 or FP32.
 
-    Up to ROWS_MAX_TOKENS tokens a row's bits do not depend on its batch, but for the step at _FEW_TOKENS of a narrow weight.
+    Up to ROWS_MAX_TOKENS tokens a row's bits do not depend on its batch.
     """
     check_weight("linear", weight.data, weight.scale)
     rows, k = x.data.shape
     n, device = weight.data.shape[0], x.data.device
     load_products("fp8", device.index)
-    height = slice_rows(n, k, binding.sm_count(device.index))
-    kernel = None if height is None else binding.kernel("gemm_rows", "product_rows", device.index, (("ROWS", height),))
+    cut = slices(n, k, binding.sm_count(device.index))
+    kernel = None if cut is None else binding.kernel("gemm_rows", "product_rows", device.index, cut.defines)
     if rows == 0:
         return torch.empty(0, n, dtype=dtype, device=device)
-    too_narrow = height is not None and height <= _NARROW_SLICE and rows <= _FEW_TOKENS
-    if kernel is not None and height is not None and rows <= ROWS_MAX_TOKENS and not too_narrow:
-        return _product_rows(kernel, height, x, weight, dtype)
+    if kernel is not None and cut is not None and rows <= ROWS_MAX_TOKENS:
+        return _product_rows(kernel, cut, x, weight, dtype)
     if rows > (TOKEN_TILES[-1] if n <= _NARROW else ROWS_MAX_TOKENS) and takes_scaled_mm(n, k, dtype):
         return scaled_mm(x, weight)
     return _dense(x.data, x.scale, weight.data, weight.scale, dtype)
 
 
-def slice_rows(n: int, k: int, ctas: int) -> int | None:
-    """Weight rows of a CTA when `ctas` share N (ROWS of csrc/gemm/rows.cu), None where that kernel does not fit."""
-    if k % WEIGHT_BLOCK:
+class Slices(NamedTuple):
+    """How csrc/gemm/rows.cu is built for a weight: rows of a cluster's slice, CTAs that share its K, CTAs an SM, blocks a stage."""
+
+    rows: int
+    split: int
+    resident: int
+    blocks: int
+
+    @property
+    def defines(self) -> tuple[tuple[str, int], ...]:
+        return ("ROWS", self.rows), ("SPLIT", self.split), ("RESIDENT", self.resident), ("BLOCKS", self.blocks)
+
+
+def slices(n: int, k: int, ctas: int) -> Slices | None:
+    """Every SM gets an equal share of the weight; None where that kernel does not fit.
+
+    Of a low slice K is split, since its tokens are then read once for more rows; four ways only where few rows are left, since
+    adding up takes its time. Two CTAs an SM let a product begin under the one before it; a long one gains more by deep rings.
+    """
+    k_blocks = k // WEIGHT_BLOCK
+    share = -(-n // (8 * ctas)) * 8
+    if k % WEIGHT_BLOCK or k_blocks > (_LONGEST if share > 64 else 2 * _LONGEST):
         return None
-    share = -(-n // ctas)
-    share = -(-share // 8) * 8 if share <= 64 else -(-share // 16) * 16
-    return share if share <= 288 else None
+    if share > 64:
+        half = -(-share // 32) * 16
+        return Slices(half, 1, 2, 1 if half > 96 else 2) if half <= 144 else None
+    if k_blocks >= _LONG:
+        return Slices(2 * share, 2, 1, 2)
+    for split, most in ((4, 32), (2, 64)):
+        if share * split <= most and k_blocks >= 8 * split:
+            return Slices(share * split, split, 2, 2)
+    return Slices(64 if share > 48 else share, 1, 2, 2)
 
 
 def _product_rows(
-    kernel: binding.Kernel, height: int, x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype
+    kernel: binding.Kernel, cut: Slices, x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype
 ) -> torch.Tensor:
     rows, k = x.data.shape
     n, k_blocks = weight.data.shape[0], k // WEIGHT_BLOCK
     tokens = next(t for t in (16, 32, 64) if t >= rows)
-    group = height if height <= 64 else height // 2  # GROUP_ROWS of csrc/gemm/rows.cu
-    steps = 1 if group > 64 else 2 if group > 32 else 4  # K_STEPS
     out = torch.empty(rows, n, dtype=dtype, device=x.data.device)
     args = _RowsArgs()
-    args.w = _map(weight.data, (WEIGHT_BLOCK, n, k_blocks), (k, WEIGHT_BLOCK), (WEIGHT_BLOCK, group, steps), WEIGHT_PROMOTION)
-    args.x = _map(x.data, (k, rows), (k,), (WEIGHT_BLOCK, tokens // 2))
-    args.x_scale = _scale_map(x.scale, (tokens, steps))
+    box = (WEIGHT_BLOCK, cut.rows, cut.blocks)
+    args.w = _map(weight.data, (WEIGHT_BLOCK, n, k_blocks), (k, WEIGHT_BLOCK), box, WEIGHT_PROMOTION)
+    args.x = _map(x.data, (WEIGHT_BLOCK, rows, k_blocks), (k, WEIGHT_BLOCK), (WEIGHT_BLOCK, tokens, cut.blocks))
+    scale_blocks = -(-k_blocks // (cut.blocks * cut.split)) * cut.blocks
+    args.x_scale = _scale_map(x.scale, (tokens, scale_blocks))
     args.w_scale, args.out = weight.scale.data_ptr(), out.data_ptr()
     args.rows, args.n, args.k_blocks, args.scale_rows = rows, n, k_blocks, weight.scale.shape[0]
-    args.tokens, args.out_fp32 = tokens, int(dtype is torch.float32)
+    args.tokens, args.scale_blocks, args.out_fp32 = tokens, scale_blocks, int(dtype is torch.float32)
     with torch.cuda.device(x.data.device):
-        kernel.launch(-(-n // (2 * height)) * 2, _STREAM_THREADS, args, cluster=2, overlap=True)
+        kernel.launch(-(-n // cut.rows) * cut.split, _ROWS_THREADS, args, cluster=cut.split, overlap=True)
     return out
 
 
@@ -246,18 +267,21 @@ def _dense(
     product = stream(x, x_scale, w.unsqueeze(0), w_scale, out, token_tile=tile, groups=None)
     if _is_split(product.args, -(-rows // tile)):
         name = "finish_bf16" if dtype is torch.bfloat16 else "finish_fp32"
-        _launch("gemm_finish", name, x.device, column_grid(rows, n), _THREADS, _FinishArgs(product.args, rows), overlap=True)
+        _launch(
+            "gemm_finish",
+            name,
+            x.device,
+            rows * -(-n // _COLUMNS_A_CTA),
+            _THREADS,
+            _FinishArgs(product.args, rows),
+            overlap=True,
+        )
     return out
 
 
 def token_tile(rows: int) -> int:
     """Token tile of a dense product."""
     return next((t for t in TOKEN_TILES if t >= rows), TOKEN_TILES[-1])
-
-
-def tile_rows(token_tile: int) -> int:
-    """Weight rows of a tile: Ring::TILE_ROWS of csrc/gemm/stream.cuh."""
-    return 256 if token_tile < 128 else 128
 
 
 @dataclass(frozen=True)
@@ -287,17 +311,17 @@ def stream(
     experts, n, k = w.shape
     rows, fp8 = x.shape[0], x_scale is not None
     kind, width = ("fp8", 128) if fp8 else ("bf16", 64)
-    height, k_blocks, ctas = tile_rows(token_tile), -(-k // width), binding.sm_count(w.device.index)
-    row_tiles = -(-n // height)
+    k_blocks, ctas = -(-k // width), binding.sm_count(w.device.index)
+    row_tiles, k_units = -(-n // TILE_ROWS), -(-k_blocks // _UNIT)
     if groups is None:
-        ctas = max(1, min(ctas, row_tiles * -(-rows // token_tile) * k_blocks // _LEAST_UNITS))
-    partial = torch.empty(ctas, 2, token_tile, height, device=w.device)
-    product = ProductArgs(height, row_tiles, k_blocks, ctas, token_tile, n, partial.data_ptr(), out.data_ptr())
+        ctas = max(1, min(ctas, row_tiles * -(-rows // token_tile) * k_units // _LEAST_UNITS))
+    partial = torch.empty(ctas, 2, token_tile, TILE_ROWS, device=w.device)
+    product = ProductArgs(TILE_ROWS, row_tiles, k_units, ctas, token_tile, n, partial.data_ptr(), out.data_ptr())
     args = _StreamArgs()
-    args.w = _map(w, (k, n, experts), (k, n * k), (width, height, 1), WEIGHT_PROMOTION)
+    args.w = _map(w, (k, n, experts), (k, n * k), (width, TILE_ROWS, 1), WEIGHT_PROMOTION)
     args.x = _map(x, (k, rows), (k,), (width, token_tile))
     if x_scale is not None and w_scale is not None:
-        args.x_scale = _scale_map(x_scale, (token_tile, 1))
+        args.x_scale = _scale_map(x_scale, (token_tile, _UNIT))
         args.w_scale, args.scale_rows = w_scale.data_ptr(), w_scale.shape[-2]
     args.out, args.partial, args.groups = out.data_ptr(), partial.data_ptr(), binding.pointer(groups)
     args.experts, args.rows, args.n = experts, rows, n
@@ -352,8 +376,8 @@ def _scale_map(scale: torch.Tensor, box: tuple[int, int]) -> binding.TensorMap:
 
 def _is_split(product: ProductArgs, token_tiles: int) -> bool:
     """Whether any tile of a dense product lies in more than one CTA (Runs of csrc/gemm/schedule.cuh)."""
-    each, extra = divmod(product.row_tiles * token_tiles * product.k_blocks, product.ctas)
-    return any((c * each + min(c, extra)) % product.k_blocks for c in range(1, product.ctas))
+    each, extra = divmod(product.row_tiles * token_tiles * product.k_units, product.ctas)
+    return any((c * each + min(c, extra)) % product.k_units for c in range(1, product.ctas))
 
 
 def scaled_mm(x: QuantizedActivation, weight: BlockScaledWeight) -> torch.Tensor:

@@ -29,6 +29,8 @@ _BLOCK_ROWS, _TILE_ROWS = 64, 256  # BLOCK, TILE_ROWS of csrc/moe/grouped.cu
 _MAX_ROUTED = 1024  # experts a router may choose from
 _ROW_ALIGNMENT = 4  # an expert's first row: TMA takes scales from 16-byte boundaries only
 _SORT_THREADS, _ROUTE_WARPS, _THREADS = 1024, 4, 256
+_GATED_ROWS = 2  # rows an SM that the activation's kernel takes at once
+_COMBINE_THREADS, _COMBINED_COLUMNS = 128, 1024  # COMBINE_THREADS, COLUMNS_A_CTA of csrc/moe/experts.cu
 # Of csrc/moe/router.cu; more tokens are worth a kernel that reads the router once.
 _ROUTER_PARTS, _ROUTER_EXPERTS, _ROUTER_TOKENS, _ROUTER_CHUNK, _ROUTER_MOST_TOKENS = 4, 8, 16, 32, 128
 
@@ -98,8 +100,9 @@ class _GateArgs(ctypes.Structure):
 
 class _CombineArgs(ctypes.Structure):
     _fields_ = (
-        ("product", gemm.ProductArgs), ("groups", c_void_p), ("row_experts", c_void_p), ("places", c_void_p),
-        ("weights", c_void_p), ("out", c_void_p), ("experts", c_int), ("top_k", c_int), ("weights_stride", c_int), ("_pad", c_int),
+        ("product", gemm.ProductArgs), ("groups", c_void_p), ("ids", c_void_p), ("places", c_void_p), ("weights", c_void_p),
+        ("out", c_void_p), ("first_expert", c_int), ("experts", c_int), ("top_k", c_int), ("ids_stride", c_int),
+        ("weights_stride", c_int), ("_pad", c_int),
     )  # fmt: skip
 
 
@@ -298,22 +301,26 @@ def _one_pass(
 
     gated, gated_scale, to, copy = _empty_rows(capacity, inner, device, quantized=down_scale is not None)
     gate = _GateArgs(product.args, groups.data_ptr(), row_experts.data_ptr(), to, copy, experts)
-    _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(capacity, inner), _THREADS, gate, overlap=True)
+    at_once = min(capacity, _GATED_ROWS * binding.sm_count(device.index))
+    _launch("moe", f"gate_{_kind(down_scale)}", device, gemm.block_grid(at_once, inner), _THREADS, gate, overlap=True)
     each = torch.empty(capacity, hidden, dtype=torch.bfloat16, device=device)
     product = gemm.stream(gated, gated_scale, down_data, down_scale, each, token_tile=token_tile, groups=groups)
 
     combine = _CombineArgs(
         product.args,
         groups.data_ptr(),
-        row_experts.data_ptr(),
+        ids.data_ptr(),
         places.data_ptr(),
         weights.data_ptr(),
         out.data_ptr(),
+        first_expert,
         experts,
         top_k,
+        ids.stride(0),
         weights.stride(0),
     )
-    _launch("moe", "combine_experts", device, gemm.column_grid(tokens, hidden), _THREADS, combine, overlap=True)
+    grid = tokens * -(-hidden // _COMBINED_COLUMNS)
+    _launch("moe", "combine_experts", device, grid, _COMBINE_THREADS, combine, overlap=True)
 
 
 def _scatter(x: Rows, places: torch.Tensor, top_k: int, to: gemm.QuantizedArgs, copy: int | None) -> None:

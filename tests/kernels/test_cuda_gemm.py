@@ -17,7 +17,7 @@ ROWS = (1, 3, 8, 17, 64, 65, 200)
 # slices of 16, 16, 8 and 256 rows a CTA
 SHAPES = (
     (2112, 7168), (1536, 4096), (576, 10944), (100, 1040), (128, 128), (4, 16), (33792, 256), (4096, 1024), (7168, 640),
-    (24576, 512), (36864, 384), (20000, 256),
+    (24576, 512), (36864, 384), (20000, 256), (7168, 8448), (8000, 1152),
 )  # fmt: skip
 
 
@@ -42,10 +42,24 @@ def worst_row_error(y: torch.Tensor, reference: torch.Tensor) -> float:
     return float(error.nan_to_num(float("inf")).max()) if error.numel() else 0.0
 
 
-@pytest.mark.parametrize("rows", [8, 16, 32, 56, 64, 96, 192, 288])
-def test_slices_of_every_height_compile_clean(rows: int) -> None:
-    """Heights of 1 SM in 132 of the published layers among them."""
-    assert build.problems("gemm_rows", build.build("gemm_rows", {"ROWS": rows})) == []
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [
+        (2112, 7168),
+        (24576, 1536),
+        (7168, 16384),
+        (36864, 7168),
+        (7168, 18432),
+        (4096, 7168),
+        (7168, 2048),
+        (512, 7168),
+        (8, 128),
+    ],
+)
+def test_products_of_the_published_layers_compile_clean(n: int, k: int) -> None:
+    cut = gemm.slices(n, k, 132)
+    assert cut is not None
+    assert build.problems("gemm_rows", build.build("gemm_rows", dict(cut.defines))) == []
 
 
 @pytest.mark.hopper

@@ -19,9 +19,10 @@ template <class T> DEVICE void finish(const FinishArgs& a) {
   const Schedule& s = p.schedule;
   if (n >= p.n) return;
   const int token_tiles = (a.rows + s.token_tile - 1) / s.token_tile;
-  float4 v;
-  const Runs runs(s.row_tiles * token_tiles * s.k_blocks, s.ctas);
-  if (!add_partials(p, runs, n / s.tile_rows * token_tiles + row / s.token_tile, row % s.token_tile, n, v)) return;
+  const Runs runs(s.row_tiles * token_tiles * s.k_units, s.ctas);
+  const Owners owners(s, runs, n / s.tile_rows * token_tiles + row / s.token_tile);
+  if (owners.first == owners.last) return;
+  const float4 v = add_partials(p, owners, row % s.token_tile, n);
   T* out = (T*)p.out + (int64_t)row * p.n + n;
   if constexpr (sizeof(T) == 2) {
     *(uint2*)out = pack_bf16x4(v);
