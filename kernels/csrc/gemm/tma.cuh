@@ -32,14 +32,10 @@ DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::
 // Orders nothing: a release would wait until this thread's stores to global memory are seen.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
-// A plain arrive: with .release.cluster it would become a fence of the whole GPU.
-DEVICE void mbar_arrive_at(uint32_t bar, int cta) {
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [r];\n}\n" ::"r"(bar), "r"(cta) : "memory");
-}
 // Of the same place in CTA `cta` of the cluster.
 DEVICE float4 lds_cluster_f32x4(uint32_t addr, int cta) {
   float4 v;
-  asm volatile("{\n.reg .b32 r;\nmapa.shared::cluster.u32 r, %4, %5;\nld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [r];\n}\n"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(addr), "r"(cta) : "memory");
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(in_cta(addr, cta)) : "memory");
   return v;
 }
