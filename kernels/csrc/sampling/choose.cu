@@ -57,9 +57,6 @@ DEVICE int cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
-DEVICE void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
 DEVICE uint64_t peer_u64(const uint64_t* mine, int rank) {
   uint64_t v;
   asm volatile("{\n.reg .b32 a;\nmapa.shared::cluster.u32 a, %1, %2;\nld.shared::cluster.b64 %0, [a];\n}" : "=l"(v) : "r"(smem_addr(mine)), "r"(rank) : "memory");
