@@ -43,14 +43,14 @@ template <int NT> DEVICE void project(const ValuesArgs& a) {
     for (int i = 0; i < NT / 2; i++) acc[i] = 0.f;
     pin(acc);
     const uint64_t dx = desc_sw128(base + M::X_AT), dw = desc_sw128(base + group * 64 * 128);
-    wgmma_fence();
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       mbar_wait(bars + 8 * c, 0);
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; k++) Wgmma<NT>::bf16(acc, dw + c * (W_CHUNK >> 4) + 2 * k, dx + c * (M::X_CHUNK >> 4) + 2 * k);
+      wgmma_commit();
     }
-    wgmma_commit();
     wgmma_wait<0>();
     pin(acc);
     uint32_t pairs[NT / 4];  // values 64 group + 16 warp + 2 q, + 1, and 8 further
