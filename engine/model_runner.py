@@ -25,7 +25,7 @@ from engine.sampling_state import Matcher, SamplingState
 from engine.speculative import Drafter, DraftRows
 from engine.staging import HostCopy, to_device
 from kernels import ops
-from kernels.layout import BLOCK_SIZE
+from kernels.layout import BLOCK_SIZE, DecodePlan
 from models.batch import AttentionMetadata, ContextPiece, ForwardBatch, PrefillMetadata
 from models.causal_lm import CausalLM
 from models.config import ModelConfig
@@ -449,11 +449,10 @@ class ModelRunner:
         sequences: int64 [6, B] in the order of _Sequences, query_len lines each; depth: drafts to make
         width: blocks of a row that are in use; ep_rows: lines that the ranks agreed on, None: this rank's
         """
+        # Where every line stands, those of the decode sequences first.
         seqs = _Sequences(*sequences.unbind(0))
-        count = len(seqs.row)
-        num_lines = count * query_len
-        table = self._tables(seqs.row, width)
-        starts, drafts = seqs.start, None
+        count, num_lines = len(seqs.row), len(seqs.row) * query_len
+        table, starts, drafts = self._tables(seqs.row, width), seqs.start, None
         if self._drafter is not None:
             starts = torch.addcmul(starts, seqs.in_flight, self._accepted.index_select(0, seqs.row))
         at = ops.decode_lines(starts, seqs.num_drafts, seqs.num_slots, table, query_len)
@@ -464,15 +463,13 @@ class ModelRunner:
             ids = torch.cat((ids, drafts.tokens), dim=1)
         ids, positions, slots, live = (lines.flatten() for lines in (ids, at.positions, at.slots, at.live))
         rows, last_rows, num_slots = seqs.row.repeat_interleave(query_len), seqs.row, seqs.num_slots
-        lines = torch.arange(num_lines, device=self.device)  # that are sampled
+        index = None  # of the lines that are sampled; None: all
         if chunks is not None:
             ids, positions = torch.cat((ids, chunks.ids)), torch.cat((positions, chunks.positions))
             slots, live = torch.cat((slots, chunks.slots)), torch.cat((live, torch.ones_like(chunks.slots, dtype=torch.bool)))
             rows, last_rows = torch.cat((rows, chunks.rows)), torch.cat((last_rows, chunks.rows))
-            num_slots, lines = torch.cat((num_slots, chunks.num_slots)), torch.cat((lines, num_lines + chunks.sampled))
-        decode_plan = None
-        if count:
-            decode_plan = ops.plan_decode(at.seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
+            num_slots = torch.cat((num_slots, chunks.num_slots))
+            index = torch.cat((torch.arange(num_lines, device=self.device), num_lines + chunks.sampled))
         attention = AttentionMetadata(
             num_decode_seqs=count,
             query_len=query_len,
@@ -480,38 +477,42 @@ class ModelRunner:
             block_table=table,
             seq_lens=at.seq_lens,
             num_query=at.num_query if query_len > 1 else None,
-            decode_plan=decode_plan,
+            decode_plan=self._plan_decode(at.seq_lens, query_len) if count else None,
             prefill=chunks.metadata if chunks is not None else None,
         )
         batch = ForwardBatch(
             ids, positions, attention, self.cache.layers, row_mask=live, ep_rows=ep_rows or len(ids), probe=self._probe
         )
         hidden = self.model.forward(batch)
-        tokens = torch.empty(len(lines), dtype=torch.int64, device=self.device)
-        if len(lines):
-            logits = self.model.logits(hidden.index_select(0, lines) if chunks is not None else hidden)
+
+        # The next token of every sampled line; what lines behind a rejected draft choose is dropped.
+        at_lines = positions if index is None else positions.index_select(0, index)
+        tokens = torch.empty(len(rows), dtype=torch.int64, device=self.device)
+        if len(rows):
+            logits = self.model.logits(hidden if index is None else hidden.index_select(0, index))
             if self._leads:
-                at_lines = positions.index_select(0, lines) if chunks is not None else positions
                 tokens = ops.choose_tokens(logits, at_lines + 1, rows, self._sampling.table, drafts)
             tokens = self.parallel.tp_broadcast(tokens)
-
-        # The last token of each sequence; what lines behind a rejected draft chose is dropped.
         accepted, kept = ops.accept_tokens(tokens, rows, self._sampling.table, drafts), None
-        last = torch.arange(len(tokens), device=self.device)
+        last = torch.arange(len(tokens), device=self.device)  # line of each sequence's last token, among the sampled ones
         if drafts is not None:
             self._accepted.index_copy_(0, seqs.row, accepted)
             kept = ops.decode_lines(starts, accepted, seqs.num_slots, table, query_len)
             last = torch.cat((last[:num_lines:query_len] + accepted, last[num_lines:]))
         next_ids = tokens.clamp(min=0)
         self._last_tokens.index_copy_(0, last_rows, next_ids.index_select(0, last))
+
         if self._drafter is not None:
             if chunks is not None:
                 of_chunks = chunks.next_ids.index_copy(0, chunks.sampled, next_ids[num_lines:])
-                next_ids = torch.cat((next_ids[:num_lines], of_chunks))
-                last, table = lines.index_select(0, last), self._tables(last_rows, width)
-            draft_rows = DraftRows(last, last_rows, positions.index_select(0, last), num_slots, table)
+                next_ids, table = torch.cat((next_ids[:num_lines], of_chunks)), self._tables(last_rows, width)
+            lines = last if index is None else index.index_select(0, last)
+            draft_rows = DraftRows(lines, last_rows, at_lines.index_select(0, last), num_slots, table)
             self._drafter.draft(batch, hidden, next_ids, kept, draft_rows, depth=depth)
         return _Done(hidden, tokens, accepted)
+
+    def _plan_decode(self, seq_lens: torch.Tensor, query_len: int) -> DecodePlan:
+        return ops.plan_decode(seq_lens, query_len=query_len, num_heads=self._local_heads, fmt=self.cache.format)
 
     # ---- outputs
 
