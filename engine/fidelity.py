@@ -85,7 +85,7 @@ class FidelityProbe:
         self._steps += 1
         self.comparing = int(self._steps * self._fraction) > int((self._steps - 1) * self._fraction)
         self._finds = self.comparing and bool(pairs)
-        if self._finds:
+        if self.comparing:
             self._choose(pairs)
 
     def _find(self, plan: StepPlan) -> dict[int, int]:
@@ -116,8 +116,7 @@ class FidelityProbe:
         self._marked = lines
 
     def _choose(self, pairs: list[tuple[int, int]]) -> None:
-        padded = np.zeros((SEQUENCES, 2), dtype=np.int64)
-        padded[: len(pairs)] = pairs
+        padded = np.array((pairs + [(0, 0)] * SEQUENCES)[:SEQUENCES], dtype=np.int64)
         live = (np.arange(SEQUENCES) < len(pairs)).astype(np.int32)
         arrays = to_device([padded[:, 0].copy(), padded[:, 1].copy(), live], self._device)
         for static, moved in zip((self._compared, self._compared_shadows, self._live), arrays):

@@ -128,6 +128,17 @@ def test_sequences_past_the_shadow_are_left_out(monkeypatch: pytest.MonkeyPatch)
     assert max(stats.fidelity_worst) < 1e-5
 
 
+def test_a_batch_without_shadows_compares_nothing() -> None:
+    """A cached beginning has no exact values; what earlier steps compared lies beyond this batch."""
+    llm = demo(1.0)
+    want = generate(llm, 4)[2]
+    compared = llm.stats().fidelity_steps
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    (again,) = llm.generate({"prompt_token_ids": PROMPTS[2]}, params, use_tqdm=False)
+    assert again.num_cached_tokens == 128 and list(again.outputs[0].token_ids) == want
+    assert llm.stats().fidelity_steps == compared
+
+
 def test_fraction_is_checked() -> None:
     with pytest.raises(ConfigError, match="fidelity_fraction"):
         EngineConfig(model="demo", fidelity_fraction=1.5)
