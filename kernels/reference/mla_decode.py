@@ -6,7 +6,8 @@ mla_decode        the same quantization points as tiled_attention, whole sequenc
 
 The FP8 forms keep sigma_P in the exponent: with y_t = x_t + log2(scale_t), x in base 2, and r the maximum of y over a
 block, P_t = e4m3(448 * 2^(y_t - r)), so the largest code of a block is 448 (the paper's sigma_P = max / 448) and no
-ratio of scales is ever formed. A block enters the sums with weight 2^(r - R), R the running maximum of r.
+ratio of scales is ever formed. A block enters the sums with weight 2^(r - R), R the running maximum of r. The row sums are
+those of the quantized P, so that a value all tokens share comes out as it went in; P's rounding is in the lse.
 """
 
 from __future__ import annotations
@@ -151,13 +152,12 @@ def _attend_fp8(
     block_top = y.amax(dim=-1, keepdim=True).clamp_min(_LOWEST)
     top = block_top.amax(dim=-2, keepdim=True)
     weight = torch.exp2(block_top - top)
-    p = y.sub_(block_top).exp2_().mul_(FP8_MAX)
-    sums = p.div(key_scale.view(b, 1, -1, p_block)).sum(dim=-1, keepdim=True)
-    total = (weight * sums).sum(dim=-2).squeeze(-1)
-    p = e4m3_as_half(p.to(FP8)).mul_(weight).flatten(-2)
-    inverse = (E4M3_AS_HALF * E4M3_AS_HALF / total).masked_fill_(total == 0.0, 0.0)  # a row without a token gives zeros
+    p = e4m3_as_half(y.sub_(block_top).exp2_().mul_(FP8_MAX).to(FP8)).mul_(weight)
+    total = p.div(key_scale.view(b, 1, -1, p_block)).sum(dim=(-2, -1))  # like p divided by E4M3_AS_HALF
+    p = p.flatten(-2)
+    inverse = (E4M3_AS_HALF / total).masked_fill_(total == 0.0, 0.0)  # a row without a token gives zeros
     out = torch.bmm(p, keys).mul_(inverse.unsqueeze(-1))
-    lse = _LN2 * (top.flatten(-3).view(b, s * h) - math.log2(FP8_MAX) + total.log2())
+    lse = _LN2 * (top.flatten(-3).view(b, s * h) + math.log2(E4M3_AS_HALF / FP8_MAX) + total.log2())
     return out.view(b, s, h, c), lse.view(b, s, h)
 
 
@@ -236,11 +236,11 @@ def tiled_attention(
                 acc = q_content @ content[tile].T + q_rope @ rope[tile].T  # content first, RoPE last
                 y = acc * scale[tile] * row_scale[:, None] + scale[tile].log2()
                 tile_top = y.amax(dim=-1)
-                p = torch.exp2(y - tile_top[:, None]) * FP8_MAX
+                p = (torch.exp2(y - tile_top[:, None]) * FP8_MAX).to(FP8).float()
                 new_top = torch.maximum(state_top, tile_top)
                 alpha, beta = torch.exp2(state_top - new_top), torch.exp2(tile_top - new_top)
                 state_sum = alpha * state_sum + beta * (p / scale[tile]).sum(dim=-1)
-                state_out = alpha[:, None] * state_out + beta[:, None] * (p.to(FP8).float() @ content[tile])
+                state_out = alpha[:, None] * state_out + beta[:, None] * (p @ content[tile])
                 state_top = new_top
             if visible[i][j]:
                 out[i, j] = state_out / state_sum[:, None]

@@ -71,7 +71,7 @@ def test_quantizing_p_costs_about_a_percent(block) -> None:
     out, lse = tiled_attention(*case.args, softmax_scale=case.softmax_scale, causal=True, block=block)
     want_out, want_lse = exact(case)
     assert 1e-4 < relative_error(out, want_out) < 1.5e-2
-    assert_lse_equal(lse, want_lse, 1e-4)  # l is summed before P is rounded, so lse carries no quantization error
+    assert_lse_equal(lse, want_lse, 5e-3)  # l is the sum of the rounded P
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.5, 3.0])
