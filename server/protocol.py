@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
+from collections.abc import Sized
 from typing import Any
 
 import httptools
 import msgspec
 import uvicorn
 from starlette.types import ASGIApp, Send
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from engine.config import ServerConfig
 
-MOST_PIPELINED = 8  # requests of a connection that are read while the first one runs
+MOST_PIPELINED = 8  # requests of a connection that wait for the one that runs, beyond which nothing more is read
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> bytes:
@@ -42,16 +45,33 @@ class _Parser(httptools.HttpRequestParser):
                 data = self._protocol.head_without_offer() + data[offer.args[0] :]
 
 
+class _Flow(FlowControl):
+    """uvicorn reads on whenever a response ends or a body is wanted, however many requests it has read already."""
+
+    def __init__(self, transport: asyncio.Transport, behind: Sized) -> None:
+        """behind: the requests that were read and do not run yet"""
+        super().__init__(transport)
+        self._behind = behind
+
+    def resume_reading(self) -> None:
+        if len(self._behind) < MOST_PIPELINED:
+            super().resume_reading()
+
+
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol over a parser in C, with what that lacks: a bound on the bytes that are no body (request line, headers,
-    chunk sizes, trailers) since the last piece of a body; requests that offer another protocol; streams for HTTP/1.0; word of
-    a client's leaving for the request that runs while a later one waits behind it."""
+    """uvicorn's protocol over a parser in C, with what that lacks: bounds on the bytes that are no body (request line, headers,
+    chunk sizes, trailers) since the last piece of a body, and on the requests read ahead; requests that offer another protocol;
+    streams for HTTP/1.0; word of a client's leaving for the request that runs while a later one waits behind it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parser = _Parser(self)
         self._loose = 0
         self._cycles: deque[RequestResponseCycle] = deque()  # the running request and those behind it
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for cycle in self._cycles:
@@ -91,8 +111,7 @@ class BoundedHttp(HttpToolsProtocol):
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
-        if len(self._cycles) <= MOST_PIPELINED:  # uvicorn reads nothing more, and would not see the client leave
-            self.flow.resume_reading()
+        self.flow.resume_reading()  # uvicorn reads nothing behind a waiting request, and would not see the client leave
         if self.scope["http_version"] in ("0.9", "1.0"):
             self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign, assignment]
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from server.protocol import BoundedHttp
 from tests.distributed.launched import posted
 from tests.server.running import Running, eventually, running
 
@@ -196,6 +197,24 @@ async def test_a_client_that_leaves_with_requests_behind_the_one_that_runs(
         await eventually(lambda: len(server.log.lines) == 1 and not server.client.load()["num_open"])
         assert server.log.lines[0]["finish"] == "abort"
     assert not caplog.records
+
+
+async def test_a_flood_of_pipelined_requests_stays_in_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that waits holds a hundred times the bytes that it came in: a response that ends admits no further ones while
+    many wait. All are answered in the end."""
+    connections: list[BoundedHttp] = []
+    made = BoundedHttp.connection_made
+    monkeypatch.setattr(BoundedHttp, "connection_made", lambda http, t: (connections.append(http), made(http, t)))
+    async with running() as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        one = b"GET /version HTTP/1.1\r\nHost: x\r\nX-Padding: %b\r\n\r\n" % (b"a" * 2900)
+        writer.write(one * 600)
+        most = 0
+        for _ in range(600):
+            await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 200 OK"), 10)
+            most = max(most, len(connections[0].pipeline))
+        writer.close()
+    assert 8 < most < 2 * 256 * 1024 // len(one), "more than two reads of the socket"
 
 
 async def test_what_is_no_http_is_refused_in_json() -> None:
