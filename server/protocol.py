@@ -35,14 +35,16 @@ class _Parser(httptools.HttpRequestParser):
         self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]
+        parser = self
         while True:
             try:
-                super().feed_data(data)
+                super(_Parser, parser).feed_data(data)
                 return
             except httptools.HttpParserUpgrade as offer:
                 if not self._protocol.offered:
                     raise
                 data = self._protocol.head_without_offer() + data[offer.args[0] :]
+                parser = self._protocol.parser = _Parser(self._protocol)  # this one may be at the connection's last request
 
 
 class _Flow(FlowControl):

@@ -176,6 +176,11 @@ async def test_an_offer_of_another_protocol_is_ignored(offer: str) -> None:
         assert answer.count(b"HTTP/1.1 200 OK") == 2 and b'"completion_tokens":3' in answer, answer
         many = b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n" * 50 + last
         assert (await _answer(server, many)).count(b"HTTP/1.1 200 OK") == 51
+        for ends in (
+            posted({"prompt": "x"}, "1.0", headers),
+            posted({"prompt": "x"}, headers=headers + "Connection: close\r\n"),
+        ):
+            assert b'"completion_tokens":16' in await _answer(server, ends)
         assert (await _answer(server, b"CONNECT /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"))[9:10] == b"4"
 
 
