@@ -20,6 +20,7 @@ from engine.openai_types import ChatCompletionRequest, CompletionRequest, parse_
 MAX_LINE_BYTES = 64 << 20
 URLS = {"/v1/completions": CompletionRequest, "/v1/chat/completions": ChatCompletionRequest}
 BATCH_FIELDS = {"custom_id", "method", "url", "body"}
+_RECORD = b'{"id":"'  # how each begins
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class OutputFile:
         good = 0
         with self.path.open("rb") as file:
             for number, raw in enumerate(file, 1):
-                if not raw.endswith(b"\n"):
+                if not raw.endswith(b"\n") and raw.startswith(_RECORD[: len(raw)]):
                     break
                 try:
                     line, digest = msgspec.json.decode(raw)["id"].split("-")

@@ -203,9 +203,16 @@ def test_an_output_of_another_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another run"):
         OutputFile(tmp_path / "out.jsonl")
     output.close()
-    (tmp_path / "out.jsonl").write_bytes(b'{"something": "else"}\n')
+
+
+@pytest.mark.parametrize("text", [b'{"something": "else"}\n', b"notes", b'{"something": "else"}', b'{"id":"1-a"}\nnotes'])
+def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, text: bytes) -> None:
+    """A text without a line break at its end is no torn record."""
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(text)
     with pytest.raises(ConfigError, match="not written by this command"):
-        OutputFile(tmp_path / "out.jsonl")
+        OutputFile(path)
+    assert path.read_bytes() == text
 
 
 @pytest.mark.parametrize(
