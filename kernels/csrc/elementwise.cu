@@ -80,7 +80,22 @@ struct MergeArgs {
   float* lse;
   int rows, dim;
 };
-template <class T> DEVICE void merge_attention(const MergeArgs& a) {
+DEVICE void load_vector(float (&v)[1], const bf16* from) { v[0] = widen(*from); }
+DEVICE void load_vector(float (&v)[1], const float* from) { v[0] = *from; }
+DEVICE void load_vector(float (&v)[4], const bf16* from) {
+  const uint2 w = *(const uint2*)from;
+  v[0] = __uint_as_float(w.x << 16), v[1] = __uint_as_float(w.x & 0xffff0000u);
+  v[2] = __uint_as_float(w.y << 16), v[3] = __uint_as_float(w.y & 0xffff0000u);
+}
+DEVICE void load_vector(float (&v)[4], const float* from) {
+  const float4 w = *(const float4*)from;
+  v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
+}
+template <class T> DEVICE void store_vector(T* to, const float (&v)[1]) { *to = narrow<T>(v[0]); }
+DEVICE void store_vector(bf16* to, const float (&v)[4]) { *(uint2*)to = make_uint2(pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])); }
+DEVICE void store_vector(float* to, const float (&v)[4]) { *(float4*)to = make_float4(v[0], v[1], v[2], v[3]); }
+// VECTOR: consecutive values of a lane; rows begin at multiples of as many.
+template <class T, int VECTOR> DEVICE void merge_attention(const MergeArgs& a) {
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5);
   if (row >= a.rows) return;
   const float la = a.lse_a[row], lb = a.lse_b[row];
@@ -89,11 +104,12 @@ template <class T> DEVICE void merge_attention(const MergeArgs& a) {
   const float wa = has_a ? __expf(la - top) : 0.f, wb = has_b ? __expf(lb - top) : 0.f, sum = wa + wb;
   const float sa = has_a ? wa / sum : 0.f, sb = has_b ? wb / sum : 0.f;
   const size_t at = (size_t)row * a.dim;
-  for (int i = threadIdx.x & 31; i < a.dim; i += 32) {
-    float v = 0.f;  // a part without keys may hold anything
-    if (has_a) v = sa * widen(((const T*)a.out_a)[at + i]);
-    if (has_b) v = fmaf(sb, widen(((const T*)a.out_b)[at + i]), v);
-    ((T*)a.out)[at + i] = narrow<T>(v);
+  for (int i = VECTOR * (threadIdx.x & 31); i < a.dim; i += VECTOR * 32) {
+    float x[VECTOR], y[VECTOR];
+    load_vector(x, (const T*)a.out_a + at + i), load_vector(y, (const T*)a.out_b + at + i);
+#pragma unroll
+    for (int j = 0; j < VECTOR; j++) x[j] = fmaf(sb, has_b ? y[j] : 0.f, has_a ? sa * x[j] : 0.f);  // a part without keys may hold anything
+    store_vector((T*)a.out + at + i, x);
   }
   if ((threadIdx.x & 31) == 0) a.lse[row] = has_a || has_b ? top + logf(sum) : -INFINITY_F;
 }
@@ -106,5 +122,7 @@ KERNEL(rope_vectors_bf16, RopeArgs, rope_vectors)
 KERNEL(join_heads_any, JoinArgs, join)
 KERNEL(silu_and_mul_bf16, SiluArgs, silu_and_mul<bf16>)
 KERNEL(silu_and_mul_fp32, SiluArgs, silu_and_mul<float>)
-KERNEL(merge_attention_bf16, MergeArgs, merge_attention<bf16>)
-KERNEL(merge_attention_fp32, MergeArgs, merge_attention<float>)
+KERNEL(merge_attention_bf16, MergeArgs, (merge_attention<bf16, 1>))
+KERNEL(merge_attention_fp32, MergeArgs, (merge_attention<float, 1>))
+KERNEL(merge_attention_vectors_bf16, MergeArgs, (merge_attention<bf16, 4>))
+KERNEL(merge_attention_vectors_fp32, MergeArgs, (merge_attention<float, 4>))

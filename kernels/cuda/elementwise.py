@@ -186,5 +186,6 @@ def merge_attention(
     args = _MergeArgs(
         a.data_ptr(), b.data_ptr(), la.data_ptr(), lb.data_ptr(), out.data_ptr(), lse.data_ptr(), tokens * heads, dim
     )
-    _launch("merge_attention", a, -(-(tokens * heads) // 8), args)
+    vectors = dim % 4 == 0 and all(t.data_ptr() % 16 == 0 for t in (a, b, out))
+    _launch("merge_attention_vectors" if vectors else "merge_attention", a, -(-(tokens * heads) // 8), args)
     return out, lse

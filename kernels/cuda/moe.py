@@ -20,9 +20,9 @@ from kernels.errors import KernelContractError
 from kernels.layout import FP8, WEIGHT_BLOCK, BlockScaledWeight, QuantizedActivation, Routing, Rows, Weight
 
 MAX_EXPERTS = 512  # local experts; MAX_EXPERTS of csrc/gemm/schedule.cuh
-MAX_PAIRS = 32768  # token and expert pairs of a pass whose local ones nobody counted: a workspace of 1 GB for DeepSeek-V3
+MAX_PAIRS = 32768  # token and expert pairs of a pass of the streaming products: a workspace of about 1 GB for DeepSeek-V3
 _STREAMED_TOKENS = 2048  # more than that, as prompts bring, are worth the kernel that is bound by arithmetic
-_MOST_ROWS = 73728  # pairs of one of its passes: a workspace of 1.3 GB for DeepSeek-V3
+_MOST_ROWS = 73728  # pairs of a pass of that kernel: a workspace of 1.3 GB
 _PARTS = 128  # of the tokens, which a pass takes whole
 _MANY_CTAS, _GROUPS_A_CTA = 8192, 4  # more CTAs of the scattering kernel take several groups each, EACH of csrc/moe/experts.cu
 _BLOCK_ROWS, _TILE_ROWS = 64, 256  # BLOCK, TILE_ROWS of csrc/moe/grouped.cu
@@ -235,7 +235,7 @@ def grouped_mlp(
     if ids.stride(1) != 1 or weights.stride(1) != 1:
         raise KernelContractError(op, "the choices of a row must be dense")
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
-    many = tokens > _STREAMED_TOKENS and (tokens * top_k <= MAX_PAIRS or not torch.cuda.is_current_stream_capturing())
+    many = tokens > _STREAMED_TOKENS and (tokens * top_k <= _MOST_ROWS or not torch.cuda.is_current_stream_capturing())
     if many and isinstance(gate_up, BlockScaledWeight) and isinstance(down, BlockScaledWeight):
         _many_rows(x, weights, ids, gate_up, down, first_expert, load, out)
         return out
@@ -354,8 +354,8 @@ def _many_rows(
 ) -> None:
     """Of as many tokens as prompts bring: `out` in passes of at most _MOST_ROWS local pairs.
 
-    Beyond MAX_PAIRS, the local pairs of every part of the tokens are read back, a layer's one wait for the device, since room
-    for all pairs of all ranks' tokens would be world_size times what is needed.
+    Where all pairs are more than that, the local ones of every part of the tokens are read back, a layer's one wait for the
+    device, since room for all pairs of all ranks' tokens would be world_size times what is needed.
     """
     device, (tokens, top_k), experts = ids.device, ids.shape, gate_up.data.shape[0]
     part = -(-tokens // _PARTS)  # tokens
@@ -370,7 +370,7 @@ def _many_rows(
     args = _PartsArgs(pairs, counts.data_ptr(), totals.data_ptr(), part * top_k)
     _launch("moe_sort", "count_parts", device, parts, _SORT_THREADS, args, overlap=True)
     one_pass = [(0, parts, tokens * top_k)]
-    for first, end, most in one_pass if tokens * top_k <= MAX_PAIRS else passes(totals.tolist(), _MOST_ROWS):
+    for first, end, most in one_pass if tokens * top_k <= _MOST_ROWS else passes(totals.tolist(), _MOST_ROWS):
         at, to = first * part, min(end * part, tokens)
         mine = places[at * top_k : to * top_k]
         args.all.ids, args.all.places, args.all.pairs = ids[at:].data_ptr(), mine.data_ptr(), mine.numel()

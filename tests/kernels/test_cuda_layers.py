@@ -106,9 +106,10 @@ def test_silu_and_mul(dtype: torch.dtype) -> None:
 
 
 @DTYPES
-def test_merge_attention(dtype: torch.dtype) -> None:
-    """Reports N09, N10: infinities of both signs weigh nothing, NaN beside them is not read, strides may differ."""
-    a, b = torch.randn(6, 4, 128).to(dtype), torch.randn(6, 4, 256).to(dtype)[..., 128:]
+@pytest.mark.parametrize("dim", [128, 192, 30])
+def test_merge_attention(dtype: torch.dtype, dim: int) -> None:
+    """Reports N09, N10: infinities of both signs weigh nothing, NaN beside them is not used, strides may differ."""
+    a, b = torch.randn(6, 4, dim).to(dtype), torch.randn(6, 4, 2 * dim).to(dtype)[..., dim:]
     la, lb = torch.randn(6, 4) * 5, torch.randn(6, 4) * 5
     la[0], lb[1], la[2], lb[2], la[3] = -math.inf, math.inf, math.inf, -math.inf, 200.0
     a[0], b[1] = math.nan, math.nan

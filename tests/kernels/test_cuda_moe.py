@@ -149,8 +149,6 @@ def test_tokens_of_prompts_match_the_reference(
     """Reports N12, N22: the products bound by arithmetic, in one pass and in several; experts with many rows, with few and
     with none; ids out of range and -1; rows from BF16 and as they travel."""
     monkeypatch.setattr(moe, "_MOST_ROWS", most)
-    if most < moe.MAX_PAIRS:  # the local pairs are counted
-        monkeypatch.setattr(moe, "MAX_PAIRS", 0)
     gate_up, down = experts(16, 2 * inner, hidden), experts(16, hidden, inner)
     weights, ids = choices(tokens, 6, 48)
     ids[torch.rand(tokens, 6, device="cuda") < 0.2] = -1
