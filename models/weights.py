@@ -196,7 +196,7 @@ class Weights:
             scale = self.source.read(name + _SCALE, blocks, over, self.device).float()
             if out_scale is not None:
                 out_scale.copy_(scale)
-            else:
+            elif not out.is_meta:  # an inventory only asks; torch would load its compiler for arithmetic on nothing
                 values = values.float() * _per_element(scale, index)
         out.copy_(values)
 

@@ -14,6 +14,8 @@ def rope_table(rope: RopeConfig, dim: int, num_positions: int, device: torch.dev
 
     Angles are FP32 products of position and frequency, as the models were trained with.
     """
+    if torch.device(device).type == "meta":  # where torch would load its compiler for an arange, which takes seconds
+        return torch.empty(num_positions, dim, device=device)
     frequency = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
     factor = 1.0
     if rope.yarn is not None:
