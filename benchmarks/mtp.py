@@ -64,7 +64,7 @@ def equality(records: Records, options: argparse.Namespace) -> None:
         folder = str(reference_checkpoint(name) if "-" in name and not Path(name).exists() else resolve_model(name))
         check = equal_exactly if options.exact or options.device == "cpu" else equal_up_to_rounding
         preemptions = hits = 0
-        for found in check(folder, options.prompts, options.depths, options.device):
+        for found in check(folder, options):
             preemptions, hits = preemptions + found["preemptions"], hits + found["prefix_hit_tokens"]
             failed |= "failed" in found
             records.write(part="equality", model=Path(name).name, where=options.device, **found)
@@ -74,18 +74,18 @@ def equality(records: Records, options: argparse.Namespace) -> None:
         raise SystemExit("tokens differ by more than rounding explains")
 
 
-def equal_exactly(folder: str, count: int, depths: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
+def equal_exactly(folder: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """FP32 and the exact cache, for which only the reference operations have a form on CUDA."""
-    requests = workload(seed=3, count=count, vocab_size=load_model_config(Path(folder)).vocab_size)
-    options: dict[str, Any] = {"device": device, "kernels": "reference"}
-    want = run(engine(folder, 0, prefix_cache=False, **options), requests, [32])
+    requests = workload(seed=3, count=options.prompts, vocab_size=load_model_config(Path(folder)).vocab_size)
+    exact: dict[str, Any] = {"device": options.device, "kernels": "reference"}
+    want = run(engine(folder, 0, prefix_cache=False, **exact), requests, [32])
     tokens = sum(len(outcome.token_ids) for outcome in want.values())
     accepts = False  # whether the head's own drafts are accepted often enough to show anything
-    for depth in (0, *depths):
+    for depth in (0, *options.depths):
         for asynchronous in (False, True):
             drafts = "oracle" if asynchronous and depth and not accepts else "head"
             started = time.perf_counter()
-            core = engine(folder, depth, asynchronous=asynchronous, **FEATURES, **options)
+            core = engine(folder, depth, asynchronous=asynchronous, **FEATURES, **exact)
             if drafts == "oracle":
                 oracle(core, requests, want, wrong_every=5)
             got = run(core, requests, ARRIVALS)
@@ -98,21 +98,22 @@ def equal_exactly(folder: str, count: int, depths: Sequence[int], device: str) -
             }  # fmt: skip
 
 
-def equal_up_to_rounding(folder: str, count: int, depths: Sequence[int], device: str) -> Iterator[dict[str, Any]]:
+def equal_up_to_rounding(folder: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     vocab_size = load_model_config(Path(folder)).vocab_size
-    requests = unfiltered(workload(seed=3, count=count, vocab_size=vocab_size))
+    requests = unfiltered(workload(seed=3, count=options.prompts, vocab_size=vocab_size))
     # The BF16 cache rounds a token alike whatever the chunk, which the FP8 cache does not.
-    options: dict[str, Any] = {"device": device, "dtype": "bfloat16", "cache_format": "bf16"}
+    rounded: dict[str, Any] = {"device": options.device, "dtype": "bfloat16", "cache_format": "bf16"}
     started = time.perf_counter()
-    plain = engine(folder, 0, prefix_cache=False, max_num_seqs=24, num_cache_blocks=400, **options)
+    plain = engine(folder, 0, prefix_cache=False, max_num_seqs=24, num_cache_blocks=400, **rounded)
     want = scored(run(plain, requests, [24]), requests, vocab_size)
-    control = run(engine(folder, 0, asynchronous=True, **FEATURES, **options), requests, ARRIVALS)
+    control = run(engine(folder, 0, asynchronous=True, **FEATURES, **rounded), requests, ARRIVALS)
     noise = Differences.between(scored(control, requests, vocab_size), want)
     print(f"k = 0 with and without the features: {time.perf_counter() - started:.1f} s", flush=True)
-    for depth in depths:
-        for graphs in (True,) if depth != depths[-1] else (True, False):  # eager steps take long
+    for depth in options.depths:
+        both = [True, False] if depth == options.depths[-1] else [True]  # eager steps take long
+        for graphs in {"graphs": [True], "eager": [False]}.get(options.steps, both):
             started = time.perf_counter()
-            core = engine(folder, depth, asynchronous=graphs, cuda_graphs=graphs, **FEATURES, **options)
+            core = engine(folder, depth, asynchronous=graphs, cuda_graphs=graphs, **FEATURES, **rounded)
             got = scored(run(core, requests, ARRIVALS), requests, vocab_size)
             _share_first_difference(got, want)
             found: dict[str, Any] = {
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="equality on CUDA in FP32 with the reference operations, eager")
     parser.add_argument("--models", nargs="+", default=None, help="demo, a folder, or the name of a reference checkpoint")
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", choices=("graphs", "eager"), help="of equality on CUDA (default: both at the last depth)")
     parser.add_argument("--prompts", type=int, default=None, help="(default: 200 for equality, 48 for acceptance)")
     parser.add_argument("--tokens", type=int, default=None, help="per prompt (default: 64 for acceptance, else 192)")
     parser.add_argument("--batches", nargs="+", type=int, default=None, help="(default: 1 8 64; 1 16 64 128 256 for adaptive)")
