@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kernels import ops
-from kernels.layout import CacheFormat, DecodeLines, DecodePlan, Drafts, LatentCache, SamplingTable
+from kernels.layout import CacheFormat, DecodeLines, DecodePlan, Drafts, SamplingTable
 from models.batch import AttentionMetadata, ForwardBatch
 from models.causal_lm import CausalLM
 
@@ -84,16 +84,15 @@ class Drafter:
         if accepted is not None:
             batch = self._without_rejected(batch, accepted)
         g = self._head.forward(next_ids, hidden, batch).index_select(0, rows.lines)
-        positions = rows.positions
+        ahead = rows.positions + torch.arange(depth + 2, device=hidden.device)[:, None]  # [i] positions i further on
         for index in range(depth):
             tokens = rows.rows
             if len(g):
                 probs = None if self._probs is None else self._probs[:, index]
-                tokens = ops.draft_tokens(self._model.logits(g), positions + 2, rows.rows, self._table, probs)
+                tokens = ops.draft_tokens(self._model.logits(g), ahead[index + 2], rows.rows, self._table, probs)
             self.tokens[:, index].index_copy_(0, rows.rows, tokens)
             if index + 1 < depth:
-                positions = positions + 1
-                g = self._head.forward(tokens, g, self._single(batch.caches, positions, rows, batch.ep_rows))
+                g = self._head.forward(tokens, g, self._single(batch, ahead[index + 1], rows))
 
     def _without_rejected(self, batch: ForwardBatch, accepted: DecodeLines) -> ForwardBatch:
         """The step's batch with only the accepted lines of each decode sequence live."""
@@ -107,9 +106,9 @@ class Drafter:
         )
         return replace(batch, attention=attention, row_mask=live)
 
-    def _single(self, caches: list[LatentCache], positions: torch.Tensor, rows: DraftRows, ep_rows: int) -> ForwardBatch:
+    def _single(self, batch: ForwardBatch, positions: torch.Tensor, rows: DraftRows) -> ForwardBatch:
         """One line a sequence, at `positions`. A position past the row's blocks is computed but leaves no entry."""
-        at = ops.decode_lines(positions, torch.zeros_like(positions), rows.num_slots, rows.block_table, 1)
+        at = ops.decode_lines(positions, None, rows.num_slots, rows.block_table, 1)
         attention = AttentionMetadata(
             num_decode_seqs=len(positions),
             query_len=1,
@@ -121,7 +120,7 @@ class Drafter:
             prefill=None,
         )
         inside = at.positions[:, 0]
-        return ForwardBatch(inside, inside, attention, caches, row_mask=at.live[:, 0], ep_rows=ep_rows)
+        return ForwardBatch(inside, inside, attention, batch.caches, row_mask=at.live[:, 0], ep_rows=batch.ep_rows)
 
     def _plan(self, lines: DecodeLines) -> DecodePlan:
         return ops.plan_decode(lines.seq_lens, query_len=lines.slots.shape[1], num_heads=self._num_heads, fmt=self._format)

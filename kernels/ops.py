@@ -677,17 +677,19 @@ def _require_drafts(op: str, count: int, drafts: Drafts) -> None:
 
 
 def decode_lines(
-    starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
+    starts: torch.Tensor, num_drafts: torch.Tensor | None, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
 ) -> DecodeLines:
     """Lines of sequences whose first positions only the device knows.
 
-    starts: int64 [B]; num_drafts: int64 [B] planned; num_slots: int64 [B] slots of each sequence, 0 for a padded one
+    starts: int64 [B]; num_drafts: int64 [B] planned, None: none; num_slots: int64 [B] slots of each sequence, 0 for a padded one
     block_table: int32 [B, blocks]
     A sequence that has ended without the planner knowing may start behind its slots or reach beyond them: lines there are not
     live, and their tokens are dropped.
     """
     op, count = "decode_lines", starts.shape[0]
-    _require_int64(op, count, starts=starts, num_drafts=num_drafts, num_slots=num_slots)
+    _require_int64(op, count, starts=starts, num_slots=num_slots)
+    if num_drafts is not None:
+        _require_int64(op, count, num_drafts=num_drafts)
     _require(
         block_table.shape[0] == count and block_table.stride(1) == 1,
         op,

@@ -24,7 +24,7 @@ _AcceptArgs = binding.struct("_AcceptArgs", [
 
 
 def decode_lines(
-    starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
+    starts: torch.Tensor, num_drafts: torch.Tensor | None, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
 ) -> DecodeLines:
     """See ops.decode_lines."""
     b, device = len(starts), starts.device
@@ -34,7 +34,7 @@ def decode_lines(
     kept = torch.empty(b, dtype=torch.int64, device=device)
     inputs = (starts, num_drafts, num_slots, block_table)
     outputs = (positions, slots, live, seq_lens, kept, num_query)
-    args = _LinesArgs(*(t.data_ptr() for t in (*inputs, *outputs)), block_table.stride(0), b, query_len)
+    args = _LinesArgs(*(binding.pointer(t) for t in (*inputs, *outputs)), block_table.stride(0), b, query_len)
     _launch("decode_lines", device, b * query_len, args)
     return DecodeLines(*outputs)
 

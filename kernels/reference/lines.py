@@ -8,10 +8,10 @@ from kernels.layout import BLOCK_SIZE, DecodeLines, Drafts, SamplingTable
 
 
 def decode_lines(
-    starts: torch.Tensor, num_drafts: torch.Tensor, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
+    starts: torch.Tensor, num_drafts: torch.Tensor | None, num_slots: torch.Tensor, block_table: torch.Tensor, query_len: int
 ) -> DecodeLines:
     last_slot = num_slots - 1
-    end = torch.minimum(starts + num_drafts, last_slot)  # position of the last live line
+    end = torch.minimum(starts if num_drafts is None else starts + num_drafts, last_slot)  # position of the last live line
     lines = starts[:, None] + torch.arange(query_len, device=starts.device)
     live, positions = lines <= end[:, None], torch.minimum(lines, end[:, None]).clamp_(min=0)
     column = positions // BLOCK_SIZE

@@ -25,17 +25,19 @@ def test_lines_of_sequences_that_may_have_ended(device: str) -> None:
     assert at.live.tolist() == [[True, True, True], [True, True, False], [False] * 3, [False] * 3]
 
 
-@pytest.mark.hopper
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("query_len", [1, 4])
-def test_many_lines_are_the_reference_s(query_len: int) -> None:
+def test_many_lines_are_the_reference_s(query_len: int, device: str) -> None:
     count = 300
-    wide = torch.randint(0, 5000, (count, 40), dtype=torch.int32, device="cuda")
-    num_slots = torch.randint(0, 2000, (count,), device="cuda")
-    starts = (num_slots + torch.randint(-90, 3, (count,), device="cuda")).clamp_(min=0)
-    drafts = torch.randint(0, query_len, (count,), device="cuda")
+    wide = torch.randint(0, 5000, (count, 40), dtype=torch.int32, device=device)
+    num_slots = torch.randint(0, 2000, (count,), device=device)
+    starts = (num_slots + torch.randint(-90, 3, (count,), device=device)).clamp_(min=0)
+    drafts = torch.randint(0, query_len, (count,), device=device)
     got = ops.decode_lines(starts, drafts, num_slots, wide[:, :33], query_len)
     with ops.backend("reference"):
         want = ops.decode_lines(starts, drafts, num_slots, wide[:, :33], query_len)
+    alone, none = (ops.decode_lines(starts, t, num_slots, wide, 1) for t in (None, torch.zeros_like(starts)))
+    assert all(torch.equal(a, b) for a, b in zip(vars(alone).values(), vars(none).values()))
     for name, value in vars(want).items():
         assert torch.equal(getattr(got, name), value) and getattr(got, name).dtype == value.dtype, name
 

@@ -2,7 +2,7 @@
 #include "common/ptx.cuh"
 
 struct LinesArgs {
-  const int64_t *starts, *num_drafts, *num_slots;  // [sequences]
+  const int64_t *starts, *num_drafts, *num_slots;  // [sequences]; num_drafts null: none
   const int* table;                                // [sequences, blocks], row stride below
   int64_t *positions, *slots;                      // [sequences, query_len]
   bool* live;                                      // [sequences, query_len]
@@ -20,7 +20,7 @@ extern "C" __global__ void decode_lines(const LinesArgs a) {
   allow_next_kernel();
   if (sequence >= a.sequences) return;
   const int64_t start = a.starts[sequence], last_slot = a.num_slots[sequence] - 1;
-  const int64_t end = min(start + a.num_drafts[sequence], last_slot), position = max(min(start + index, end), (int64_t)0);
+  const int64_t end = min(start + (a.num_drafts ? a.num_drafts[sequence] : 0), last_slot), position = max(min(start + index, end), (int64_t)0);
   const bool live = start + index <= end;
   a.positions[line] = position;
   a.live[line] = live;
