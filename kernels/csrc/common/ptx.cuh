@@ -253,6 +253,18 @@ DEVICE void wgmma_bf16_ss_n128(float (&d)[64], uint64_t a, uint64_t b) {
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" ACC64_NAMES "}, %64, %65, p, 1, 1, 0, 0;\n}\n"
       : ACC64("+f", d) : "l"(a), "l"(b));
 }
+DEVICE void wgmma_fp8_ss_n8_zero(float (&d)[4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n}\n"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]) : "l"(a), "l"(b));
+}
+DEVICE void wgmma_fp8_ss_n8(float (&d)[4], uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, p, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+}
 // Fresh or running accumulators of 16, 32 or 64 columns.
 DEVICE void wgmma_fp8_rs_zero(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
   asm volatile(

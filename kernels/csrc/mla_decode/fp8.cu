@@ -55,13 +55,13 @@ constexpr float LOG2_448 = 8.807354922f;  // 448 is the largest e4m3
 // (16-byte unit index XOR token & 7). Rope: [128 tokens][128 B], same swizzle. Q alike. P: [64 rows][128 B], same.
 constexpr int CHUNK = BLOCK * 128, K_ROPE = 4 * CHUNK, STAGE_BYTES = K_ROPE + CHUNK;
 constexpr int O_Q = STAGES * STAGE_BYTES, O_QR = O_Q + ROWS * DIM, O_P = O_QR + ROWS * 128;
-constexpr int O_SCALE = O_P + 2 * ROWS * BLOCK;      // [page][64] s_k as fetched
+constexpr int O_INV = O_P + 2 * ROWS * BLOCK;        // [4][8 rows][128] 1/s of a block: three digits in e4m3, zeros; as P
+constexpr int O_SCALE = O_INV + 4 * 8 * BLOCK;       // [page][64] s_k as fetched
 constexpr int O_TAB = O_SCALE + STAGES * BLOCK * 4;  // [page][32 token pairs] {s, s', log2 s, log2 s'}
-constexpr int O_INV = O_TAB + STAGES * BLOCK * 8;    // [4][3 digits][4 threads][8 units of 16 tokens] 1/s in e4m3, four tokens a word
-constexpr int O_UNIT = O_INV + 4 * 3 * BLOCK;        // [4] what 1 of the first digit stands for
+constexpr int O_UNIT = O_TAB + STAGES * BLOCK * 8;   // [4] what 1 of the first digit stands for
 constexpr int O_MAX = O_UNIT + 16;                   // [2][64] r: row maximum of the block, log2
-constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][3 digits][64] row sums of the block
-constexpr int O_BETA = O_SUM + 2 * 3 * ROWS * 4;     // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
+constexpr int O_SUM = O_MAX + 2 * ROWS * 4;          // [2][64] row sums of the block, in its unit
+constexpr int O_BETA = O_SUM + 2 * ROWS * 4;         // [2][4][8] bf16 pairs: rows 8n+2q, 8n+2q+1 at word 8q+n
 constexpr int O_ALPHA = O_BETA + 2 * ROWS * 2;       // [2][64] f32
 constexpr int O_FLAG = O_ALPHA + 2 * ROWS * 4;       // [2] does any row of the block change R
 constexpr int O_INVL = O_FLAG + 16;                  // [64] 1 / l, 0 for rows without a visible token
@@ -168,6 +168,7 @@ DEVICE void produce(const DecodeArgs& a, Smem sm, int lane) {
 // so that P = 0 times V stays 0. (QK may read them before that; their columns of S are replaced before use.)
 DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
   const Range range(a);
+  for (int i = 0; i < 4 * 8 * BLOCK; i += 512) sts_u32x4(sm.base + O_INV + i + lane * 16, make_uint4(0, 0, 0, 0));
   int n = 0;
   for (int piece = range.first; piece < range.last; piece++) {
     const Tile t(a, piece, range.rank);
@@ -189,14 +190,14 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
       const uint32_t top = __reduce_max_sync(~0u, __float_as_uint(fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3])))) >> 23;
       float up = __uint_as_float((261 - top) << 23);
       if (lane == 0) sts32(sm.base + O_UNIT + (n & 3) * 4, (top - 7) << 23);
-      // pair = 8 * unit + 4 * upper + q of a page  ->  half word `upper` of word [digit][q][unit]
-      uint32_t to = sm.base + O_INV + (n & 3) * 3 * BLOCK + (lane & 3) * 32 + (lane >> 3) * 4 + ((lane >> 2) & 1) * 2;
+      // pair = 8 * unit + 4 * upper + q of a page  ->  half word `upper` of word q of the row's 16-byte unit
+      const uint32_t to = sm.base + O_INV + (n & 3) * 8 * BLOCK + (lane & 3) * 4 + ((lane >> 2) & 1) * 2;
 #pragma unroll
-      for (int digit = 0; digit < 3; digit++, to += BLOCK, up = 16.f) {
+      for (int digit = 0; digit < 3; digit++, up = 16.f) {
 #pragma unroll
         for (int i = 0; i < 4; i++) x[i] *= up;
-        const uint32_t codes = pack_e4m3(x[0], x[1], x[2], x[3]);
-        sts16(to, codes & 0xffff), sts16(to + 16, codes >> 16);
+        const uint32_t codes = pack_e4m3(x[0], x[1], x[2], x[3]), at = to + digit * BLOCK + (((lane >> 3) ^ digit) << 4);
+        sts16(at, codes & 0xffff), sts16(at ^ 64, codes >> 16);
         const float4 rounded = unpack_e4m3(codes);
         x[0] -= rounded.x, x[1] -= rounded.y, x[2] -= rounded.z, x[3] -= rounded.w;
       }
@@ -205,8 +206,8 @@ DEVICE void make_tables(const DecodeArgs& a, Smem sm, int lane) {
 #pragma unroll
           for (int c = 0; c < 4; c++)
             sts_u32x4(sm.base + b * STAGE_BYTES + c * CHUNK + row * 128 + (lane & 7) * 16, make_uint4(0, 0, 0, 0));
-        fence_async_proxy();  // TMA writes there next
       }
+      fence_async_proxy();  // wgmma reads the digits; TMA writes over the tail next
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.table(b));
     }
@@ -234,8 +235,7 @@ DEVICE void track_rows(const DecodeArgs& a, Smem sm, int lane) {
       const float unit = lds_f32(sm.base + O_UNIT + (m & 3) * 4);
 #pragma unroll
       for (int h = 0; h < EACH; h++) {
-        const uint32_t at = sm.base + O_SUM + b * 3 * ROWS * 4 + (lane + 32 * h) * 4;
-        const float sum = fmaf(lds_f32(at + 2 * ROWS * 4), 1.f / 256.f, fmaf(lds_f32(at + ROWS * 4), 1.f / 16.f, lds_f32(at))) * unit;
+        const float sum = lds_f32(sm.base + O_SUM + b * ROWS * 4 + (lane + 32 * h) * 4) * unit;
         l[h] = fmaf(sum, __uint_as_float((__float_as_uint(beta[h]) + 0x8000u) & 0xffff0000u), l[h]), x[h] = fmaf(sum, beta[h], x[h]);
       }
     };
@@ -322,32 +322,6 @@ DEVICE void fetch_query(const DecodeArgs& a, Smem sm, int lane) {
 // ---- WG1: S = Q K^T, softmax, P -> shared memory --------------------------------------------------------
 // Thread (w, g, q) = (warp, lane / 4, lane % 4) owns rows r0 = 16w + g and r0 + 8; in 8-token group i its
 // accumulators are S[4i+0..1] = row r0, tokens 8i+2q, 8i+2q+1 and S[4i+2..3] = the same tokens of row r0 + 8.
-// Row sums of a block, by a warpgroup: P times the digits of 1 / s, three rows of the first warp. They are sums of what PV
-// adds up, in the same precision, so that a value which all tokens share comes out as it went in.
-DEVICE void sum_rows(Smem sm, int n, int w, int lane) {
-  const int b = n & 1;
-  const bool mine = w == 0 && lane < 12;
-  const uint32_t from = sm.base + O_INV + (n & 3) * 3 * BLOCK + lane * 32;  // digit lane / 4, thread lane % 4
-  const uint4 lo = mine ? lds_u32x4(from) : make_uint4(0, 0, 0, 0), hi = mine ? lds_u32x4(from + 16) : make_uint4(0, 0, 0, 0);
-  const uint32_t A[4][4] = {{lo.x, 0, lo.y, 0}, {lo.z, 0, lo.w, 0}, {hi.x, 0, hi.y, 0}, {hi.z, 0, hi.w, 0}};
-  const uint64_t dp = desc_sw128(sm.base + O_P + b * ROWS * BLOCK);
-  float T[SLAB];
-  wgmma_fence();
-  wgmma_fp8_rs_zero(T, A[0], dp);
-#pragma unroll
-  for (int t = 1; t < 4; t++) wgmma_fp8_rs(T, A[t], dp + 2 * t);
-  wgmma_commit();
-  wgmma_wait<0>();
-  pin(T);
-  if (mine) {
-    const uint32_t to = sm.base + O_SUM + (b * 3 + (lane >> 2)) * ROWS * 4 + (lane & 3) * 8;
-#pragma unroll
-    for (int i = 0; i < SLAB / 4; i++) sts_f32x2(to + i * 32, make_float2(T[4 * i], T[4 * i + 1]));
-  }
-  __syncwarp();
-  if (w == 0 && lane == 0) mbar_arrive(sm.sums(b));
-}
-
 // Of values that are not negative, whose order is that of their bits: one instruction for three.
 DEVICE int max3(int m, float a, float b) { return max(max(m, __float_as_int(a)), __float_as_int(b)); }
 
@@ -404,14 +378,8 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       pin(S);
       free_rope(sm.rope_freed(b), lane);
       if (lane == 0 && base + BLOCK == last) mbar_arrive(sm.q_empty());
-      // The last block's sums are made here, so that 1 / l is there before PV is done. Factors: the row state has read the
-      // sums before the previous ones.
-      auto sum_last = [&] {
-        if (base + BLOCK == last) mbar_wait(sm.p_full(b), parity), mbar_wait(sm.factors(b), parity), sum_rows(sm, n, w, lane);
-      };
       if (!live) {  // a warp without rows speaks all the same: whoever waits for P knows that all four have read the block
         if (lane == 0) mbar_arrive(sm.maxima(b)), mbar_arrive(sm.p_full(b));
-        sum_last();
         continue;
       }
       if (base + BLOCK > tile.z) {
@@ -474,7 +442,6 @@ DEVICE void qk_softmax(const DecodeArgs& a, Smem sm, int w, int lane) {
       fence_async_proxy();
       __syncwarp();
       if (lane == 0) mbar_arrive(sm.p_full(b));
-      sum_last();
     }
   }
 }
@@ -531,6 +498,28 @@ DEVICE void write_result(const DecodeArgs& a, Smem sm, const float (&O)[4][SLAB]
     write_rows(O, (bf16*)a.out + t.global_row(a, 0) * DIM + dim, inverse, q, t.rows);
 }
 
+// Row sums of a block: P times the digits of 1 / s. They are sums of what PV adds up, in the same precision, so that a value
+// which all tokens share comes out as it went in. Columns are digits: a thread has two of rows g and g + 8 of its warp.
+DEVICE void sum_rows(Smem sm, uint32_t n, int w) {
+  const int b = n & 1, lane = threadIdx.x & 31, q = lane & 3;
+  const uint64_t p = desc_sw128(sm.base + O_P + b * ROWS * BLOCK), digits = desc_sw128(sm.base + O_INV + (n & 3) * 8 * BLOCK);
+  float sums[4];
+  wgmma_fence();
+  wgmma_fp8_ss_n8_zero(sums, p, digits);
+#pragma unroll
+  for (int t = 1; t < 4; t++) wgmma_fp8_ss_n8(sums, p + 2 * t, digits + 2 * t);
+  wgmma_commit();
+  wgmma_wait<0>();
+  pin(sums);
+  float x = q ? sums[0] * (1.f / 256.f) : fmaf(sums[1], 1.f / 16.f, sums[0]);
+  float y = q ? sums[2] * (1.f / 256.f) : fmaf(sums[3], 1.f / 16.f, sums[2]);
+  x += __shfl_xor_sync(~0u, x, 1), y += __shfl_xor_sync(~0u, y, 1);
+  const uint32_t to = sm.base + O_SUM + b * ROWS * 4 + (16 * w + (lane >> 2)) * 4;
+  if (q == 0) sts_f32(to, x), sts_f32(to + 32, y);
+  __syncwarp();
+  if (lane == 0) mbar_arrive(sm.sums(b));
+}
+
 DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
   const uint32_t lane_base = sm.base + lane * 128 + ((w ^ (lane & 7)) << 4) + (SHARED_CHUNKS ? 0 : half * CHUNK);
   const uint32_t side = SHARED_CHUNKS ? half * 64 : 0;  // of slab 0, XORed into the address
@@ -582,6 +571,8 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         }
       }
       mbar_wait(sm.p_full(b), parity);
+      // The warpgroups take turns. Sums come when the block's parts are free; the last block's at once, since 1 / l needs them.
+      if (b == half && left == 1) sum_rows(sm, n, w);
 #pragma unroll
       for (int s = 0; s < 4; s++) {
         float fresh[SLAB];
@@ -611,7 +602,7 @@ DEVICE void pv(const DecodeArgs& a, Smem sm, int half, int w, int lane) {
         const uint32_t after = __float_as_uint(O[s][SLAB - 1]) & a.zero;
         if (s < 3) split_vt(A[2], after), split_vt(A[3], after);
       }
-      if (b == half && left > 1) sum_rows(sm, n, w, threadIdx.x & 31);
+      if (b == half && left > 1) sum_rows(sm, n, w);
       __syncwarp();
       if ((threadIdx.x & 31) == 0) mbar_arrive(sm.p_empty(b));
     }
@@ -630,7 +621,7 @@ extern "C" __global__ void __launch_bounds__(512, 1) mla_decode_fp8(const __grid
     for (int b = 0; b < STAGES; b++) {
       for (int part = 0; part < PARTS; part++) mbar_init(sm.landed(b, part), part < PARTS - 1 ? 1 : 2), mbar_init(sm.freed(b, part), PAIR ? 16 : 8);
       mbar_init(sm.rope_freed(b), PAIR ? 8 : 4), mbar_init(sm.table(b), 1), mbar_init(sm.maxima(b), 4);
-      mbar_init(sm.factors(b), 1), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8), mbar_init(sm.sums(b), 1);
+      mbar_init(sm.factors(b), 1), mbar_init(sm.p_full(b), 4), mbar_init(sm.p_empty(b), 8), mbar_init(sm.sums(b), 4);
     }
     mbar_init(sm.q_full(), 2), mbar_init(sm.q_empty(), 4), mbar_init(sm.inverse_full(), 1), mbar_init(sm.inverse_empty(), 8);
     mbar_init_fence();
