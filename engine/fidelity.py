@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.plan import StepPlan
+from engine.plan import SequenceStep, StepPlan
 from engine.staging import to_device
 from kernels import ops
 from kernels.layout import BLOCK_SIZE, CacheFormat, ExactCopy, LatentCache
@@ -49,60 +49,58 @@ class FidelityProbe:
         self._live = torch.zeros(SEQUENCES, dtype=torch.int32, device=device)
         self._errors = torch.zeros(model.num_attention_layers, device=device)
         self._shadow_of: dict[int, int] = {}  # row -> shadow
-        self._found: dict[int, int] = {}  # what _find found last
+        self._places: list[tuple[int, int]] = []  # decode sequences of the last step with a shadow: where, and their rows
+        self._query_len = 1  # of the last step
         self._steps = 0
         self._finds = False  # whether this step leaves errors to read
         self.comparing = False  # whether this step compares, on every rank alike
 
     def follow(self, plan: StepPlan) -> None:
         """Take a step: which of its lines go into shadows, which sequences are compared."""
-        for row in plan.freed_rows:
+        if not self._goes_on(plan):
+            self._look(plan)
+        self._steps += 1
+        self.comparing = int(self._steps * self._fraction) > int((self._steps - 1) * self._fraction)
+        self._finds = self.comparing and bool(self._places)
+        if self.comparing:
+            self._choose([(index, self._shadow_of[row]) for index, row in self._places])
+
+    def _goes_on(self, plan: StepPlan) -> bool:
+        """Whether the plan decodes every shadowed sequence where the last one did, within its shadow, and does nothing else with
+        shadows: nearly always, and on the host of a small model every microsecond of a step counts."""
+        if plan.prefills or plan.freed_rows or plan.new_sequences or plan.query_len != self._query_len:
+            return False
+        decodes = plan.decodes
+        for index, row in self._places:
+            if index >= len(decodes) or decodes[index].row != row or _last_position(decodes[index]) >= self._capacity:
+                return False
+        return len(self._places) == len(self._shadow_of)
+
+    def _look(self, plan: StepPlan) -> None:
+        """Give shadows to sequences that begin, take them from those that end or grow too long, find the lines of the others."""
+        for row in (*plan.freed_rows, *(new.row for new in plan.new_sequences)):
             self._shadow_of.pop(row, None)
-        for new in plan.new_sequences:
-            self._shadow_of.pop(new.row, None)
         for step in plan.prefills:
             free = set(range(SEQUENCES)) - set(self._shadow_of.values())
             # Only a sequence that computes its first token here can have a whole shadow: a cached prefix has no exact values.
             if step.num_computed == 0 and step.row not in self._shadow_of and free:
                 self._shadow_of[step.row] = min(free)
+        for step in (*plan.decodes, *plan.prefills):
+            if _last_position(step) >= self._capacity:
+                self._shadow_of.pop(step.row, None)
         query_len = plan.query_len
         lines: list[tuple[int, int, int]] = []  # first line of a sequence, end, shadow
-        pairs: list[tuple[int, int]] = []  # decode sequence, shadow
-        for row, index in self._find(plan).items():
-            step = plan.decodes[index]
-            shadow = self._shadow_if_within(row, step.num_computed + step.num_drafts + step.drafts_in_flight)
-            if shadow is not None:
-                lines.append((index * query_len, (index + 1) * query_len, shadow))
-                pairs.append((index, shadow))
+        for index, step in enumerate(plan.decodes):
+            if step.row in self._shadow_of:
+                lines.append((index * query_len, (index + 1) * query_len, self._shadow_of[step.row]))
         first = len(plan.decodes) * query_len
         for step in plan.prefills:
             if step.row in self._shadow_of:
-                shadow = self._shadow_if_within(step.row, step.num_computed + step.num_tokens - 1)
-                if shadow is not None:
-                    lines.append((first, first + step.num_tokens, shadow))
+                lines.append((first, first + step.num_tokens, self._shadow_of[step.row]))
             first += step.num_tokens
         self._mark(lines)
-        self._steps += 1
-        self.comparing = int(self._steps * self._fraction) > int((self._steps - 1) * self._fraction)
-        self._finds = self.comparing and bool(pairs)
-        if self.comparing:
-            self._choose(pairs)
-
-    def _find(self, plan: StepPlan) -> dict[int, int]:
-        """Row -> place among the decode sequences, of those with a shadow: mostly all of them, and where they were before."""
-        decodes, found = plan.decodes, self._found
-        same = all(index < len(decodes) and decodes[index].row == row for row, index in found.items())
-        if not same or found.keys() != self._shadow_of.keys():
-            found = {step.row: index for index, step in enumerate(decodes) if step.row in self._shadow_of}
-            self._found = found
-        return found
-
-    def _shadow_if_within(self, row: int, last_position: int) -> int | None:
-        """The shadow of a row that has one, which it loses when a position lies beyond it."""
-        if last_position < self._capacity:
-            return self._shadow_of[row]
-        del self._shadow_of[row]
-        return None
+        self._places = [(index, step.row) for index, step in enumerate(plan.decodes) if step.row in self._shadow_of]
+        self._query_len = query_len
 
     def _mark(self, lines: list[tuple[int, int, int]]) -> None:
         """Bring _starts up to date with (first line, end, shadow) of each; while the same sequences decode, it is."""
@@ -174,3 +172,8 @@ class FidelityProbe:
         measured = torch.where(self._live[:, None, None, None] > 0, out.index_select(0, rows).float(), 0.0)
         exact = exact.float()
         self._errors[layer] = (measured - exact).norm() / exact.norm()
+
+
+def _last_position(step: SequenceStep) -> int:
+    """No line of a sequence lies further in a step."""
+    return step.num_computed + step.num_tokens - 1 + step.num_drafts + step.drafts_in_flight
