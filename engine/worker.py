@@ -109,7 +109,7 @@ def build_worker(
     entered("cache")
     probe = _probe(config, model_config, max_model_len, parallel.tp, device) if config.fidelity_fraction else None
 
-    def runner(cache: KVCache) -> ModelRunner:
+    def runner(cache: KVCache, probe: FidelityProbe | None) -> ModelRunner:
         return ModelRunner(
             model,
             model_config,
@@ -129,11 +129,9 @@ def build_worker(
 
     num_blocks = config.num_cache_blocks
     if not num_blocks:
-        memory = config.cache_memory_bytes
-        if not memory and device.type == "cpu":
-            memory = CPU_CACHE_BYTES
-        elif not memory:
-            memory = _free_bytes(config, device, _activation_bytes(runner(allocate(1)), config, max_model_len))
+        memory = config.cache_memory_bytes or (CPU_CACHE_BYTES if device.type == "cpu" else 0)
+        if not memory:
+            memory = _free_bytes(config, device, _activation_bytes(runner(allocate(1), None), config, max_model_len))
             memory -= _row_bytes(config, model_config)
         block_bytes = BLOCK_SIZE * bytes_per_token(model_config, fmt, config.num_speculative_tokens)
         most = _USEFUL_CACHES * config.scheduler.max_num_seqs * -(-max_model_len // BLOCK_SIZE)
@@ -149,7 +147,7 @@ def build_worker(
         dtype=str(dtype).removeprefix("torch."),
         asynchronous=config.async_scheduling and device.type == "cuda",
     )
-    model_runner = runner(allocate(num_blocks))
+    model_runner = runner(allocate(num_blocks), probe)
     if with_graphs:
         entered("graphs")
         model_runner.capture_graphs(show_progress=parallel.rank == 0, fast_start=config.fast_start)

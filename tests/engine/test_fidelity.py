@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine import worker
 from engine.config import EngineConfig
 from engine.core import FIDELITY_LIMIT
 from engine.errors import ConfigError
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def demo(fraction: float, **options: Any) -> LLM:
-    return LLM("demo", max_model_len=256, num_cache_blocks=16, fidelity_fraction=fraction, **({"device": "cpu"} | options))
+    defaults = {"device": "cpu", "max_model_len": 256, "num_cache_blocks": 16}
+    return LLM("demo", fidelity_fraction=fraction, **(defaults | options))
 
 
 def generate(llm: LLM, tokens: int) -> list[list[int]]:
@@ -137,6 +139,18 @@ def test_a_batch_without_shadows_compares_nothing() -> None:
     (again,) = llm.generate({"prompt_token_ids": PROMPTS[2]}, params, use_tqdm=False)
     assert again.num_cached_tokens == 128 and list(again.outputs[0].token_ids) == want
     assert llm.stats().fidelity_steps == compared
+
+
+def test_the_step_that_sizes_the_cache_takes_no_shadow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are never freed, so that a server of one sequence at a time would compare nothing."""
+    monkeypatch.setattr(worker, "CPU_CACHE_BYTES", 0)
+    monkeypatch.setattr(worker, "_free_bytes", lambda *_: 1 << 28)
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: 0)
+    llm = demo(1.0, num_cache_blocks=0, max_num_seqs=4, max_num_batched_tokens=64)
+    for _ in range(2):
+        llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert llm.stats().fidelity_steps == 6
 
 
 def test_fraction_is_checked() -> None:
