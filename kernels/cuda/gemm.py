@@ -24,7 +24,8 @@ from kernels.layout import FP8, WEIGHT_BLOCK, Activation, BlockScaledWeight, Qua
 TOKEN_TILES = (8, 16, 32, 64, 128)  # one kernel each
 TILE_ROWS, _UNIT = 128, 2  # TILE_ROWS, UNIT of csrc/gemm/stream.cuh
 WEIGHT_PROMOTION = 128  # bytes of a weight row that L2 fetches at once
-ROWS_MAX_TOKENS = 64  # of the kernel without a split over K: one token tile
+ROWS_TOKENS = (16, 32, 64)  # tokens of the tile of csrc/gemm/rows.cu
+ROWS_MAX_TOKENS = ROWS_TOKENS[-1]
 _NARROW = 4096  # up to this N torch's product, which does not split K either, leaves SMs idle at 65 .. 128 tokens
 _STREAM_THREADS, _ROWS_THREADS, _THREADS = 288, 320, 256
 _BLOCKS_A_CTA, _COLUMNS_A_CTA = 16, 1024  # BLOCKS_A_CTA of quantize.cuh, COLUMNS_A_CTA of finish.cu
@@ -174,27 +175,30 @@ def linear_quantized(x: QuantizedActivation, weight: BlockScaledWeight, dtype: t
     n, device = weight.data.shape[0], x.data.device
     load_products("fp8", device.index)
     cut = slices(n, k, binding.sm_count(device.index))
-    kernel = None if cut is None else binding.kernel("gemm_rows", "product_rows", device.index, cut.defines)
+    if cut is not None:
+        _rows_kernel(cut, ROWS_MAX_TOKENS, device.index)
     if rows == 0:
         return torch.empty(0, n, dtype=dtype, device=device)
-    if kernel is not None and cut is not None and rows <= ROWS_MAX_TOKENS:
-        return _product_rows(kernel, cut, x, weight, dtype)
+    if cut is not None and rows <= ROWS_MAX_TOKENS:
+        return _product_rows(cut, x, weight, dtype)
     if rows > (TOKEN_TILES[-1] if n <= _NARROW else ROWS_MAX_TOKENS) and takes_scaled_mm(n, k, dtype):
         return scaled_mm(x, weight)
     return _dense(x.data, x.scale, weight.data, weight.scale, dtype)
 
 
 class Slices(NamedTuple):
-    """How csrc/gemm/rows.cu is built for a weight: rows of a cluster's slice, CTAs that share its K, CTAs an SM, blocks a stage."""
+    """How csrc/gemm/rows.cu is built for a weight: rows of a cluster's slice, CTAs that share its K, CTAs an SM."""
 
     rows: int
     split: int
     resident: int
-    blocks: int
 
-    @property
-    def defines(self) -> tuple[tuple[str, int], ...]:
-        return ("ROWS", self.rows), ("SPLIT", self.split), ("RESIDENT", self.resident), ("BLOCKS", self.blocks)
+    def blocks(self, tokens: int) -> int:
+        """Blocks of K that are fetched at once. Bits do not depend on it."""
+        return 1 if self.resident == 2 and tokens > ROWS_TOKENS[1] else 2
+
+    def defines(self, tokens: int) -> tuple[tuple[str, int], ...]:
+        return ("ROWS", self.rows), ("SPLIT", self.split), ("RESIDENT", self.resident), ("BLOCKS", self.blocks(tokens))
 
 
 def slices(n: int, k: int, ctas: int) -> Slices | None:
@@ -209,34 +213,40 @@ def slices(n: int, k: int, ctas: int) -> Slices | None:
         return None
     if share > 64:
         half = -(-share // 32) * 16
-        return Slices(half, 1, 2, 1 if half > 96 else 2) if half <= 144 else None
+        return Slices(half, 1, 2) if half <= 144 else None
     if k_blocks >= _LONG:
-        return Slices(2 * share, 2, 1, 2)
+        return Slices(2 * share, 2, 1)
     for split, most in ((4, 32), (2, 64)):
         if share * split <= most and k_blocks >= 8 * split:
-            return Slices(share * split, split, 2, 2)
-    return Slices(64 if share > 48 else share, 1, 2, 2)
+            return Slices(share * split, split, 2)
+    return Slices(64 if share > 48 else share, 1, 2)
 
 
-def _product_rows(
-    kernel: binding.Kernel, cut: Slices, x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype
-) -> torch.Tensor:
+def _product_rows(cut: Slices, x: QuantizedActivation, weight: BlockScaledWeight, dtype: torch.dtype) -> torch.Tensor:
     rows, k = x.data.shape
-    n, k_blocks = weight.data.shape[0], k // WEIGHT_BLOCK
-    tokens = next(t for t in (16, 32, 64) if t >= rows)
-    out = torch.empty(rows, n, dtype=dtype, device=x.data.device)
+    n, k_blocks, device = weight.data.shape[0], k // WEIGHT_BLOCK, x.data.device
+    tokens = next(t for t in ROWS_TOKENS if t >= rows)
+    out = torch.empty(rows, n, dtype=dtype, device=device)
     args = _RowsArgs()
-    box = (WEIGHT_BLOCK, cut.rows, cut.blocks)
+    blocks = cut.blocks(tokens)
+    box = (WEIGHT_BLOCK, cut.rows, blocks)
     args.w = _map(weight.data, (WEIGHT_BLOCK, n, k_blocks), (k, WEIGHT_BLOCK), box, WEIGHT_PROMOTION)
-    args.x = _map(x.data, (WEIGHT_BLOCK, rows, k_blocks), (k, WEIGHT_BLOCK), (WEIGHT_BLOCK, tokens, cut.blocks))
-    scale_blocks = -(-k_blocks // (cut.blocks * cut.split)) * cut.blocks
+    args.x = _map(x.data, (WEIGHT_BLOCK, rows, k_blocks), (k, WEIGHT_BLOCK), (WEIGHT_BLOCK, tokens, blocks))
+    scale_blocks = 2 * -(-k_blocks // (2 * cut.split))
     args.x_scale = _scale_map(x.scale, (tokens, scale_blocks))
     args.w_scale, args.out = weight.scale.data_ptr(), out.data_ptr()
     args.rows, args.n, args.k_blocks, args.scale_rows = rows, n, k_blocks, weight.scale.shape[0]
     args.tokens, args.scale_blocks, args.out_fp32 = tokens, scale_blocks, int(dtype is torch.float32)
-    with torch.cuda.device(x.data.device):
+    kernel = _rows_kernel(cut, tokens, device.index)
+    with torch.cuda.device(device):
         kernel.launch(-(-n // cut.rows) * cut.split, _ROWS_THREADS, args, cluster=cut.split, overlap=True)
     return out
+
+
+@cache
+def _rows_kernel(cut: Slices, tokens: int, device_index: int) -> binding.Kernel:
+    """All of a cut's kernels are loaded at the first call, so that a later batch size may come up inside a graph capture."""
+    return {t: binding.kernel("gemm_rows", "product_rows", device_index, cut.defines(t)) for t in ROWS_TOKENS}[tokens]
 
 
 def takes_scaled_mm(n: int, k: int, dtype: torch.dtype) -> bool:

@@ -22,7 +22,7 @@
 #define RESIDENT 2  // CTAs of an SM
 #endif
 #ifndef BLOCKS
-#define BLOCKS 2  // of K, in a stage; side by side in memory they come faster
+#define BLOCKS 2  // of K, in a stage, 1 or 2. Two side by side in memory come faster; of one, more tokens fit into their ring
 #endif
 
 struct RowsArgs {
@@ -37,12 +37,13 @@ struct RowsArgs {
   int out_fp32;
 };
 
-constexpr bool BY_STAGES = ROWS <= 64;  // two warpgroups take turns at a low slice's stages; those of a high one share its rows
-constexpr int GROUP_ROWS = BY_STAGES ? ROWS : ROWS / 2, REGS = GROUP_ROWS / 2, TURN = BY_STAGES ? 2 : 1;
+constexpr bool BY_PAIRS = ROWS <= 64;  // two warpgroups take turns at a low slice's pairs of blocks; those of a high one share its rows
+constexpr int GROUP_ROWS = BY_PAIRS ? ROWS : ROWS / 2, REGS = GROUP_ROWS / 2, TURN = BY_PAIRS ? 2 : 1;
+constexpr int PAIR = 2 / BLOCKS;  // stages of a pair of blocks: who adds up what, and in what order, does not depend on BLOCKS
 constexpr int BATCH = REGS > (RESIDENT == 1 ? 28 : 16) ? 1 : BLOCKS;  // blocks multiplied at once, as registers allow
 constexpr int CONSUMER_WARPS = 8, CONSUMERS = 32 * CONSUMER_WARPS, THREADS = CONSUMERS + 64;
-constexpr int X_RING = RESIDENT == 1 ? 98304 : 32768;  // bytes at most
-static_assert(X_RING >= TURN * BLOCKS * 64 * 128, "a stage for each warpgroup");
+constexpr int X_RING = RESIDENT == 1 ? 98304 : BLOCKS == 1 && ROWS <= 96 ? 49152 : 32768;  // bytes at most
+static_assert(X_RING >= TURN * 2 * 64 * 128, "a pair for each warpgroup");
 constexpr int MAX_STAGES = 32, MAX_X_STAGES = 8, W_BYTES = BLOCKS * ROWS * 128;
 constexpr int SMEM = RESIDENT == 1 ? 232448 : 115712, BARRIERS_AT = SMEM - 1024 - (MAX_STAGES + 1) * 16;  // 1024: to align
 constexpr int PART = ROWS / SPLIT, PITCH = ROWS + 8 + ROWS % 16;  // rows that a CTA adds up; of partial sums, so that banks do not clash
@@ -79,13 +80,14 @@ struct Place {  // in a ring
   }
 };
 
-// This CTA's stages of K.
+// This CTA's blocks of K: whole pairs, and their stages. A block past the end comes as zeros.
 struct Share {
   int first, steps;
   DEVICE Share(int k_blocks, int rank) {
-    const int all = (k_blocks + BLOCKS - 1) / BLOCKS;
-    first = rank * all / SPLIT, steps = (rank + 1) * all / SPLIT - first;
+    const int pairs = (k_blocks + 1) / 2, begin = rank * pairs / SPLIT;
+    first = 2 * begin, steps = ((rank + 1) * pairs / SPLIT - begin) * PAIR;
   }
+  DEVICE int block(int step) const { return first + step * BLOCKS; }
 };
 
 DEVICE void fetch_w(const RowsArgs& a, const Layout& l, const Share& share, int first_row) {
@@ -93,19 +95,19 @@ DEVICE void fetch_w(const RowsArgs& a, const Layout& l, const Share& share, int 
   for (int i = 0; i < share.steps; i++, at.next(l.w_stages)) {
     if (i >= l.w_stages) mbar_wait(l.empty(freed.stage), freed.phase), freed.next(l.w_stages);
     mbar_expect_tx(l.full(at.stage), W_BYTES);
-    tma_weights<true>(l.w(at.stage), &a.w, l.full(at.stage), 0, first_row, (share.first + i) * BLOCKS);
+    tma_weights<true>(l.w(at.stage), &a.w, l.full(at.stage), 0, first_row, share.block(i));
   }
 }
 
 DEVICE void fetch_x(const RowsArgs& a, const Layout& l, const Share& share) {
   wait_for_previous_kernel();
   mbar_expect_tx(l.scales_full(), Layout::scale_bytes(a));
-  tma_plane(l.scales, &a.x_scale, l.scales_full(), 0, share.first * BLOCKS);
+  tma_plane(l.scales, &a.x_scale, l.scales_full(), 0, share.first);
   Place at, bar, freed;  // barriers are those of the weights' stages
   for (int i = 0; i < share.steps; i++, at.next(l.x_stages), bar.next(l.w_stages)) {
     if (i >= l.x_stages) mbar_wait(l.empty(freed.stage), freed.phase), freed.next(l.w_stages);
     mbar_expect_tx(l.full(bar.stage), l.x_bytes);
-    tma_3d(l.x(at.stage), &a.x, l.full(bar.stage), 0, 0, (share.first + i) * BLOCKS);
+    tma_3d(l.x(at.stage), &a.x, l.full(bar.stage), 0, 0, share.block(i));
   }
 }
 
@@ -137,16 +139,16 @@ DEVICE void multiply(const RowsArgs& a, const Layout& l, const Share& share, int
   const int group = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, g = lane / 4;
   const int edge = 128 - first_row % 128;  // columns from here on have the lower scale
   const bool busy = 16 * warp < a.rows;    // a token in these rows
-  const int begin = BY_STAGES ? group : 0;
-  WeightScales scales(a, first_row, (share.first + begin) * BLOCKS);
+  const int begin = BY_PAIRS ? group * PAIR : 0;
+  WeightScales scales(a, first_row, share.block(begin));
 #pragma unroll
   for (int i = 0; i < REGS; i++) sum[i] = 0.f;
   Place w(begin), x(begin);
   mbar_wait(l.scales_full(), 0);
-  for (int step = begin; step < share.steps; step += TURN, w.next(l.w_stages, TURN), x.next(l.x_stages, TURN)) {
-    scales.seek((share.first + step) * BLOCKS);
+  for (int step = begin; step < share.steps;) {
+    scales.seek(share.block(step));
     mbar_wait(l.full(w.stage), w.phase);
-    const uint64_t x_desc = desc_sw128(l.x(x.stage)), w_desc = desc_sw128(l.w(w.stage) + (BY_STAGES ? 0 : group * GROUP_ROWS * 128));
+    const uint64_t x_desc = desc_sw128(l.x(x.stage)), w_desc = desc_sw128(l.w(w.stage) + (BY_PAIRS ? 0 : group * GROUP_ROWS * 128));
 #pragma unroll
     for (int from = 0; from < BLOCKS; from += BATCH) {
       float block[BATCH][REGS];
@@ -164,7 +166,7 @@ DEVICE void multiply(const RowsArgs& a, const Layout& l, const Share& share, int
       for (int j = 0; j < BATCH; j++) pin(block[j]);
 #pragma unroll
       for (int j = 0; j < BATCH; j++) {
-        const int k = ((share.first + step) * BLOCKS + from + j) % 32;
+        const int k = (share.block(step) + from + j) % 32;
         const float upper = __shfl_sync(~0u, scales.u, k), lower = __shfl_sync(~0u, scales.l, k);
         if (!busy) continue;
         const uint32_t at = l.scales + ((step * BLOCKS + from + j) * a.tokens + 16 * warp + g) * 4;
@@ -182,6 +184,8 @@ DEVICE void multiply(const RowsArgs& a, const Layout& l, const Share& share, int
     }
     __syncwarp();
     if (lane == 0) mbar_arrive(l.empty(w.stage));
+    const int next = BY_PAIRS && (step + 1) % PAIR == 0 ? PAIR + 1 : 1;  // over the other warpgroup's pair
+    step += next, w.next(l.w_stages, next), x.next(l.x_stages, next);
   }
 }
 
@@ -212,7 +216,7 @@ DEVICE void reduce(const RowsArgs& a, const Layout& l, const float (&sum)[REGS],
   const int group = threadIdx.x / 128;
   named_barrier(1, CONSUMERS);  // the rings are at rest
   const uint32_t second = a.tokens * PITCH * 4;  // the second warpgroup's, where each has all rows
-  const uint32_t mine = l.base + (BY_STAGES ? group * second : group * GROUP_ROWS * 4);
+  const uint32_t mine = l.base + (BY_PAIRS ? group * second : group * GROUP_ROWS * 4);
   each_pair(a, sum, [&](int token, int column, float2 v) { sts_f32x2(mine + (token * PITCH + column) * 4, v); });
   if (SPLIT > 1) cluster_arrive(), cluster_wait();
   else named_barrier(1, CONSUMERS);
@@ -265,7 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product_rows(con
     if (threadIdx.x == CONSUMERS + 32) fetch_x(a, l, share);
     return;
   }
-  const int first_row = slice * ROWS + (BY_STAGES ? 0 : threadIdx.x / 128 * GROUP_ROWS);
+  const int first_row = slice * ROWS + (BY_PAIRS ? 0 : threadIdx.x / 128 * GROUP_ROWS);
   float sum[REGS];
   multiply(a, l, share, first_row, sum);
   if (ADDENDS == 1) store(a, sum, first_row);
