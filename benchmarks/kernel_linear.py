@@ -14,7 +14,7 @@ import json
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import c_int, c_void_p
 from pathlib import Path
 
@@ -105,16 +105,15 @@ def random_weight(*shape: int) -> BlockScaledWeight:
     return BlockScaledWeight(data, torch.rand(*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128), device="cuda") * 1e-3)
 
 
-def dense_case(name: str, n: int, k: int, batch: list[int], rate: float) -> list[dict[str, object]]:
+def dense_case(name: str, n: int, k: int, batch: list[int], rate: float) -> Iterator[dict[str, object]]:
     size = n * k + 4 * -(-n // 128) * -(-k // 128)
     first = random_weight(n, k)
     copies = max(2, min(64, -(-ROTATED_BYTES // size)))
     weights = [first] + [BlockScaledWeight(first.data.clone(), first.scale.clone()) for _ in range(copies - 1)]
     plain = [w.dequantize(torch.bfloat16) for w in weights[: max(2, copies // 2)]]
     calls, goal = max(8, copies), size / (GOAL_SHARE * rate) * 1e6 + GOAL_EXTRA_US
-    return [
-        _dense_batch({"case": name, "tokens": m, "bytes": size, "goal_us": goal}, weights, plain, calls, rate) for m in batch
-    ]
+    for m in batch:
+        yield _dense_batch({"case": name, "tokens": m, "bytes": size, "goal_us": goal}, weights, plain, calls, rate)
 
 
 def _dense_batch(
@@ -258,19 +257,23 @@ def main() -> None:
     rate = read_rate()
     state = machine_state() | {"read_rate": rate}
     print(f"read rate {rate / 1e12:.2f} TB/s; {state['gpu']}", flush=True)
-    results = [small_kernels(m) for m in (16, 64)] + [latent_case(m, rate) for m in args.tokens]
+    for result in _cases(args, rate):
+        with args.output.open("a") as out:
+            out.write(json.dumps(state | {"gpu_after": machine_state()["gpu"]} | result) + "\n")
+
+
+def _cases(args: argparse.Namespace, rate: float) -> Iterator[dict[str, object]]:
+    """Most wanted first; a run that is cut keeps the lines it has."""
     for name in args.layers:
-        results += dense_case(name, *DENSE[name], args.tokens, rate)
-    if args.layers:
-        results += [mlp_case("shared expert", 7168, 2048, m, rate) for m in args.tokens]
+        yield from dense_case(name, *DENSE[name], args.tokens, rate)
+    yield from (latent_case(m, rate) for m in args.tokens)
     for name in args.experts:
-        results.append(expert_case(name, EXPERTS[name], rate, quantized=True))
+        yield expert_case(name, EXPERTS[name], rate, quantized=True)
+    if args.layers:
+        yield from (mlp_case("shared expert", 7168, 2048, m, rate) for m in args.tokens)
+    yield from (small_kernels(m) for m in (16, 64))
     if args.experts:
-        results.append(expert_case(args.experts[-1], EXPERTS[args.experts[-1]], rate, quantized=False))
-    end = machine_state()
-    with args.output.open("a") as out:
-        for result in results:
-            out.write(json.dumps(state | {"gpu_after": end["gpu"]} | result) + "\n")
+        yield expert_case(args.experts[-1], EXPERTS[args.experts[-1]], rate, quantized=False)
 
 
 if __name__ == "__main__":
