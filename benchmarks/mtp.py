@@ -2,8 +2,7 @@
 
     python -m benchmarks.mtp equality                       # 200 requests, k = 1..3 against k = 0, demo and reference models
     python -m benchmarks.mtp acceptance                     # held-out text, by position, at temperature 0, 0.7 and 1
-    python -m benchmarks.mtp speed --device cuda            # against k = 0 at batch 1, 8, 64
-    python -m benchmarks.mtp adaptive --device cuda         # adaptive depth against k = 0 and k = 3, batch 1 to 256
+    python -m benchmarks.mtp speed --device cuda            # against k = 0 at batch 1, 8, 64; adaptive depth up to 256
 
 equality  Requests of mixed lengths and arrivals, greedy and seeded, two of them parting right behind a block border, with
           prefix cache, chunked prefill and preemption, synchronous and asynchronous, against k = 0 without any of these. On a
@@ -12,7 +11,7 @@ equality  Requests of mixed lengths and arrivals, greedy and seeded, two of them
           the BF16 cache: equal up to rounding (tests/comparator.py), whose noise is that of k = 0 with and without the features.
           A seeded draw is the best of log probability times temperature-free noise, so it is compared as greedy tokens are,
           after the noise is added.
-acceptance, speed, adaptive   LLM with the demo model and its FP8 cache; texts are those of demo_model/heldout.jsonl, max_tokens
+acceptance, speed   LLM with the demo model and its FP8 cache; texts are those of demo_model/heldout.jsonl, max_tokens
           exact and end tokens ignored. Tokens are counted by the engine. Engines take turns, medians count. ms_per_step is wall
           time, device_ms that of the device; drafted: the part of all steps of sequences that verified drafts.
 """
@@ -45,6 +44,7 @@ ARRIVALS = (1, 3, 0, 12, 0, 5, 24, 0)
 FEATURES = {"max_num_batched_tokens": 256, "prefill_chunk": 64, "max_num_seqs": 32, "num_cache_blocks": 26}
 SEED = 11
 TURNS = 3
+SMALL = 64  # batches beyond it only compare no drafts, all drafts and adaptive depth
 WARM_SECONDS = {"cuda": 3.0, "cpu": 0.0}
 
 
@@ -204,9 +204,9 @@ def llm(options: argparse.Namespace, way: Way, max_num_seqs: int = 64) -> LLM:
     return LLM(options.models[0], device=options.device, cache_memory_bytes=size, max_num_seqs=max_num_seqs, **more)
 
 
-def started(ways: Sequence[Way], options: argparse.Namespace, max_num_seqs: int = 64) -> dict[Way, LLM]:
+def started(ways: Sequence[Way], options: argparse.Namespace) -> dict[Way, LLM]:
     """An engine for each way, and a device whose clocks are up."""
-    servers = {way: llm(options, way, max_num_seqs) for way in ways}
+    servers = {way: llm(options, way, max(options.batches)) for way in ways}
     texts, until = prompts(options.batches[0]), time.perf_counter() + WARM_SECONDS[options.device]
     while time.perf_counter() < until:
         servers[ways[0]].generate(texts, _params(64, 0.0), use_tqdm=False)
@@ -229,28 +229,17 @@ def acceptance(records: Records, options: argparse.Namespace) -> None:
 
 def speed(records: Records, options: argparse.Namespace) -> None:
     ways = [Way(), *(Way(how, depth) for how in ("exact", "ratio") for depth in options.depths)]
-    servers = started(ways, options)
-    for temperature in (0.0, 1.0):
-        raced = {way: server for way, server in servers.items() if temperature or way.acceptance == "exact"}  # else the same
-        for batch in options.batches:
-            for way, found in race(raced, batch, temperature, options).items():
-                found = {"temperature": temperature, "batch": batch, **way._asdict(), **found}
-                records.write(part="speed", model=options.models[0], where=options.device, **found)
-                print(json.dumps(found), flush=True)
-
-
-def adaptive(records: Records, options: argparse.Namespace) -> None:
-    ways = [Way(), Way(depth=options.depths[-1]), Way(depth=options.depths[-1], adaptive=True)]
-    servers = started(ways, options, max(options.batches))
-    for batch in options.batches:
-        raced = race(servers, batch, 1.0, options)
-        best = max(raced[way]["tokens_per_s"] for way in ways[:2])
-        found = {
-            "temperature": 1.0, "batch": batch, "depth": options.depths[-1], "tokens_per_s": [found["tokens_per_s"] for found in raced.values()],
-            "of_the_better": round(raced[ways[2]]["tokens_per_s"] / best, 3), "drafted": raced[ways[2]]["drafted"],
-        }  # fmt: skip
-        records.write(part="adaptive", model=options.models[0], where=options.device, **found)
-        print(json.dumps(found), flush=True)
+    deepest, adaptive = Way(depth=options.depths[-1]), Way(depth=options.depths[-1], adaptive=True)
+    servers = started([*ways, adaptive], options)
+    for temperature, batch in [(t, b) for t in (0.0, 1.0) for b in options.batches if t or b <= SMALL]:
+        if batch > SMALL:
+            raced = [Way(), deepest, adaptive]
+        else:
+            raced = list(servers) if temperature else [way for way in ways if way.acceptance == "exact"]  # ratio is the same
+        for way, found in race({way: servers[way] for way in raced}, batch, temperature, options).items():
+            found = {"temperature": temperature, "batch": batch, **way._asdict(), **found}
+            records.write(part="speed", model=options.models[0], where=options.device, **found)
+            print(json.dumps(found), flush=True)
 
 
 def race(servers: Mapping[Way, LLM], batch: int, temperature: float, options: argparse.Namespace) -> dict[Way, dict[str, Any]]:
@@ -293,7 +282,7 @@ def _params(count: int, temperature: float) -> SamplingParams:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("equality", "acceptance", "speed", "adaptive"))
+    parser.add_argument("part", choices=("equality", "acceptance", "speed"))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exact", action="store_true", help="equality on CUDA in FP32 with the reference operations, eager")
     parser.add_argument("--models", nargs="+", default=None, help="demo, a folder, or the name of a reference checkpoint")
@@ -301,16 +290,14 @@ def main() -> None:
     parser.add_argument("--steps", choices=("graphs", "eager"), help="of equality on CUDA (default: both at the last depth)")
     parser.add_argument("--prompts", type=int, default=None, help="(default: 200 for equality, 48 for acceptance)")
     parser.add_argument("--tokens", type=int, default=None, help="per prompt (default: 64 for acceptance, else 192)")
-    parser.add_argument("--batches", nargs="+", type=int, default=None, help="(default: 1 8 64; 1 16 64 128 256 for adaptive)")
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--output", type=Path, default=RESULTS / "mtp.jsonl")
     options = parser.parse_args()
     options.models = options.models or (MODELS if options.part == "equality" else ["demo"])
     options.prompts = options.prompts or (200 if options.part == "equality" else 48)
     options.tokens = options.tokens or (64 if options.part == "acceptance" else 192)
-    options.batches = options.batches or ([1, 16, 64, 128, 256] if options.part == "adaptive" else [1, 8, 64])
     records = Records(options.output, device=options.device, method=f"benchmarks.mtp {options.part}", seed=SEED)
-    parts = {"equality": equality, "acceptance": acceptance, "speed": speed, "adaptive": adaptive}
-    parts[options.part](records, options)
+    {"equality": equality, "acceptance": acceptance, "speed": speed}[options.part](records, options)
 
 
 if __name__ == "__main__":

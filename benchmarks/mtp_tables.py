@@ -1,7 +1,6 @@
 """Tables on speculation, from results/mtp.jsonl; benchmarks/readme_tables.py writes them to the pages.
 
 mtp_speed       tokens per second against k = 0, by temperature, way of accepting, depth and batch
-mtp_adaptive    adaptive depth against no drafts and all drafts, by batch
 mtp_acceptance  accepted drafts by position on held-out text
 mtp_equality    200 requests with every feature on against the plain path
 """
@@ -33,9 +32,10 @@ def _depth(line: Line) -> str:
 
 
 def _rate(line: Line) -> str:
-    """Tokens per second, and how many times those of k = 0 in the same run, if that was measured."""
+    """Tokens per second, how many times those of k = 0 in the same run, if that was measured, and where depth is adaptive the
+    part of the steps that had drafts."""
     times = f" ({line['speed_up']:.2f}x)" if line["speed_up"] is not None else ""
-    return f"{line['tokens_per_s']:.0f}{times}"
+    return f"{line['tokens_per_s']:.0f}{times}" + (f", drafts {line['drafted']:.2f}" if line["adaptive"] else "")
 
 
 def _order(line: Line) -> tuple[Any, ...]:
@@ -66,25 +66,6 @@ def speed(results: Path) -> list[str] | None:
         "tokens a step",
     )
     return [f"{source(cases[-1], 'mtp')}; the last two columns are those of the largest batch.", "", *markdown(head, cells)]
-
-
-def adaptive(results: Path) -> list[str] | None:
-    """One row a batch."""
-    cases = _lines(results, "adaptive", "batch", where="cuda")
-    if not cases:
-        return None
-    depth = cases[-1]["depth"]
-    rows = [
-        (
-            line["batch"],
-            *(f"{rate:.0f}" for rate in line["tokens_per_s"]),
-            f"{line['of_the_better']:.2f}",
-            f"{line['drafted']:.2f}",
-        )
-        for line in sorted(cases, key=lambda line: line["batch"])
-    ]
-    head = ("batch", "k = 0: tokens/s", f"k = {depth}", "adaptive", "of the better", "steps with drafts")
-    return [f"{source(cases[-1], 'mtp')}; temperature {cases[-1]['temperature']}.", "", *markdown(head, rows)]
 
 
 def acceptance(results: Path) -> list[str] | None:
@@ -137,7 +118,6 @@ def equality(results: Path) -> list[str] | None:
 
 TABLES: dict[str, Callable[[Path], list[str] | None]] = {
     "mtp_speed": speed,
-    "mtp_adaptive": adaptive,
     "mtp_acceptance": acceptance,
     "mtp_equality": equality,
 }

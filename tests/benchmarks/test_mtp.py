@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from benchmarks import mtp_tables
-from benchmarks.mtp import acceptance, adaptive, speed
+from benchmarks.mtp import acceptance, speed
 from benchmarks.records import Records, read
 
 
@@ -33,16 +33,13 @@ def test_engines_race_in_turns(tmp_path: Path) -> None:
     records = Records(tmp_path / "mtp.jsonl", device="cpu", method="test", seed=11)
     options = argparse.Namespace(models=["demo"], device="cpu", depths=[1], batches=[2], tokens=6)
     speed(records, options)
-    adaptive(records, options)
     lines = read(tmp_path / "mtp.jsonl")
-    ways = [(line["temperature"], line["acceptance"], line["depth"]) for line in lines if line["part"] == "speed"]
-    assert ways == [(0.0, "exact", 0), (0.0, "exact", 1), (1.0, "exact", 0), (1.0, "exact", 1), (1.0, "ratio", 1)]
-    plain = [line for line in lines if line["part"] == "speed" and not line["depth"]]
+    ways = [(line["temperature"], line["acceptance"], line["depth"], line["adaptive"]) for line in lines]
+    assert ways[:2] == [(0.0, "exact", 0, False), (0.0, "exact", 1, False)]
+    assert ways[2:] == [(1.0, "exact", 0, False), (1.0, "exact", 1, False), (1.0, "ratio", 1, False), (1.0, "exact", 1, True)]
+    plain = [line for line in lines if not line["depth"]]
     assert [(line["speed_up"], line["drafted"], line["steps"]) for line in plain] == [(1.0, 0.0, 6)] * 2
     assert lines[1]["drafted"] > 0.5 and lines[1]["steps"] < 6 and lines[1]["tokens_per_step"] > 1
-    found = lines[-1]
-    assert found["part"] == "adaptive" and len(found["tokens_per_s"]) == 3
-    assert found["of_the_better"] == round(found["tokens_per_s"][2] / max(found["tokens_per_s"][:2]), 3)
 
 
 def test_tables_take_the_newest_lines(tmp_path: Path) -> None:
@@ -75,9 +72,7 @@ def test_tables_take_the_newest_lines(tmp_path: Path) -> None:
         speed | {"batch": 1, "tokens_per_s": 100.0},
         speed | {"batch": 1, "tokens_per_s": 200.0},
         speed | {"batch": 8, "tokens_per_s": 800.0, "accepted_per_pos": [0.8, 0.6]},
-        speed | {"batch": 8, "tokens_per_s": 900.0, "adaptive": True},
-        state | {"part": "adaptive", "temperature": 1.0, "batch": 64, "depth": 3, "tokens_per_s": [90.0, 80.0, 89.5], "of_the_better": 0.994,
-                 "drafted": 0.02},
+        speed | {"batch": 8, "tokens_per_s": 900.0, "adaptive": True, "drafted": 0.4},
         state | {"part": "acceptance", "acceptance": "ratio", "temperature": 1.0, "depth": 2, "tokens_per_step": 2.25, "prompts": 3},
         equal | {"depth": 1, "tokens_equal": 900},
         equal | {"depth": 2, "tokens_equal": 850},
@@ -86,8 +81,7 @@ def test_tables_take_the_newest_lines(tmp_path: Path) -> None:
     (tmp_path / "mtp.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = (mtp_tables.speed(tmp_path) or [])[-2:]
     assert rows[0] == "| 0.0 | exact | 2 | 200 (1.50x) | 800 (1.50x) | 0.80 0.60 | 2.25 |"
-    assert rows[1] == "| 0.0 | exact | 2, adaptive |  | 900 (1.50x) | 0.75 0.50 | 2.25 |"
-    assert (mtp_tables.adaptive(tmp_path) or [])[-1] == "| 64 | 90 | 80 | 90 | 0.99 | 0.02 |"
+    assert rows[1] == "| 0.0 | exact | 2, adaptive |  | 900 (1.50x), drafts 0.40 | 0.75 0.50 | 2.25 |"
     assert (mtp_tables.acceptance(tmp_path) or [])[-1] == "| 1.0 | 2 |  | 0.75 0.50 (2.25) |"
     rows = (mtp_tables.equality(tmp_path) or [])[-2:]
     assert rows[0] == "| demo | H200 | BF16, graphs | own | 1, 2 | 200 | 1800 | 1750 until a near-tie | 0.75 |"
