@@ -97,10 +97,11 @@ def longest(lines: Iterable[Line]) -> list[Line]:
 
 
 def origin(lines: list[Line]) -> str:
-    """Device, versions and revision of the newest line."""
+    """Device and versions of the newest line, revisions of all."""
     line = lines[-1]
     clocks = f", {line['sm_mhz']} MHz SM clock" if line.get("sm_mhz") else ""
-    return f"{line['device']}{clocks}; torch {line['torch']}; revision {line.get('git') or 'unknown'}; {line['date'][:10]}"
+    revisions = list(dict.fromkeys(line.get("git") or "unknown" for line in lines))
+    return f"{line['device']}{clocks}; torch {line['torch']}; revision{'s' * (len(revisions) > 1)} {', '.join(revisions)}; {line['date'][:10]}"
 
 
 def tokens_axis(axis: Axes, ticks: Iterable[int]) -> None:
