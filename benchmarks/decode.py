@@ -347,6 +347,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.real:
         device = choose_device(args.device, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        torch.manual_seed(dist.get_rank())  # with equal caches all replicas' sequences would choose the same experts
     if args.cache_memory_bytes == 0 and device.type == "cpu":
         parser.error("--cache-memory-bytes: needed on a CPU, whose free memory belongs to everybody")
     ceilings = Ceilings.measure(device)

@@ -123,7 +123,8 @@ def shape_for(name: str, ranks: int, folder: Path) -> Path:
 
 
 def pairs(path: Path) -> list[dict[str, Any]]:
-    """Real cases beside their simulation: prediction error = simulated step / real step - 1, with the collectives' share."""
+    """Real cases beside their simulation: prediction error = simulated step / real step - 1. With the collectives' share, which the
+    simulation lacks, and the experts' time alone, which depends on how many of them the sequences choose."""
     found: dict[tuple[Any, ...], dict[bool, dict[str, Any]]] = {}
     for line in newest((line for line in read(path) if line["figure"] == "decode"), *PAIRED, "simulated"):
         found.setdefault(tuple(line[key] for key in PAIRED), {})[line["simulated"]] = line
@@ -136,6 +137,8 @@ def pairs(path: Path) -> list[dict[str, Any]]:
             "tokens_per_s_per_gpu": both[False]["tokens_per_s_per_gpu"],
             "simulated_tokens_per_s_per_gpu": both[True]["tokens_per_s_per_gpu"],
             "collectives_share": both[False]["collectives_share"],
+            "experts_us": both[False]["parts"]["experts"]["us"],
+            "simulated_experts_us": both[True]["parts"]["experts"]["us"],
             "prediction_error": both[True]["step_us"] / both[False]["step_us"] - 1,
         }
         for key, both in found.items()

@@ -248,12 +248,16 @@ def simulation(results: Path) -> list[str] | None:
     rows = [
         (
             f"{line['shape']}, DP{line['dp']}/TP{line['tp']}", line["format"].upper(), f"{line['batch']} x {line['context'] >> 10}k",
-            f"{line['step_us'] / 1e3:.1f} ms", f"{100 * line['collectives_share']:.0f} %", f"{line['simulated_step_us'] / 1e3:.1f} ms",
+            f"{line['step_us'] / 1e3:.1f} ms", f"{100 * line['collectives_share']:.1f} %", f"{line['simulated_step_us'] / 1e3:.1f} ms",
+            f"{line['experts_us'] / 1e3:.1f} / {line['simulated_experts_us'] / 1e3:.1f} ms",
             f"{100 * line['prediction_error']:+.0f} %",
         )
         for line in lines
     ]  # fmt: skip
-    head = ("deployment", "cache", "batch", "real step", "collectives alone", "one simulated rank", "simulation off by")
+    head = (
+        "deployment", "cache", "batch", "real step", "collectives alone", "one simulated rank", "experts alone, real / simulated",
+        "simulation off by",
+    )  # fmt: skip
     return [f"{lines[-1]['world']} GPUs; {source(lines[-1], 'eight_gpus')}.", "", *markdown(head, rows)]
 
 

@@ -16,6 +16,7 @@ def decode_line(simulated: bool, step_us: float, context: int = 16384) -> dict[s
     return {
         "figure": "decode", "shape": "s", "dp": 8, "tp": 1, "format": "fp8", "context": context, "kind": "equal largest", "batch": 4,
         "simulated": simulated, "step_us": step_us, "tokens_per_s_per_gpu": 4e6 / step_us, "collectives_share": 0.1,
+        "parts": {"experts": {"us": step_us / 2}},
     }  # fmt: skip
 
 

@@ -116,6 +116,7 @@ def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
     pair = STATE | {
         "part": "shapes", "world": 2, "shape": "s", "dp": 2, "tp": 1, "format": "fp8", "context": 16384, "batch": 4, "step_us": 20e3,
         "simulated_step_us": 18e3, "collectives_share": 0.12, "prediction_error": -0.1,
+        "experts_us": 9e3, "simulated_experts_us": 8e3,
     }  # fmt: skip
     for name, lines in (("quality", quality), ("kernel_figures", [probe]), ("eight_gpus", [pair])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -125,7 +126,9 @@ def test_tables_of_fidelity_quality_and_ranks(tmp_path: Path) -> None:
     assert "| demo model, batch 4 | 2.10 ms | +0.00 % (+0.00 to +0.00) | +1.00 % (+0.50 to +1.50) |" in (
         tables.probe(tmp_path) or []
     )
-    assert "| s, DP2/TP1 | FP8 | 4 x 16k | 20.0 ms | 12 % | 18.0 ms | -10 % |" in (tables.simulation(tmp_path) or [])
+    assert "| s, DP2/TP1 | FP8 | 4 x 16k | 20.0 ms | 12.0 % | 18.0 ms | 9.0 / 8.0 ms | -10 % |" in (
+        tables.simulation(tmp_path) or []
+    )
     assert tables.kernel(tmp_path) is tables.context(tmp_path) is tables.hopper(tmp_path) is None
 
 
