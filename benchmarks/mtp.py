@@ -70,7 +70,8 @@ def equality(records: Records, options: argparse.Namespace) -> None:
             failed |= "failed" in found
             records.write(part="equality", model=Path(name).name, where=options.device, **found)
             print(json.dumps(found), flush=True)
-        assert preemptions and hits, "nothing was preempted, or nothing found in the prefix cache"
+        if options.steps != "eager":  # of one run alone the first may well be missing
+            assert preemptions and hits, "nothing was preempted, or nothing found in the prefix cache"
     if failed:
         raise SystemExit("tokens differ by more than rounding explains")
 

@@ -1,7 +1,7 @@
 """The core's equalities on a GPU: kernels, graphs and asynchronous steps leave the bundled model's tokens as they are.
 
 BF16 cache, which no feature rounds anew; greedy continuations of held-out text. The noise is that of the eager engine when
-the prompts run alone instead of together.
+the reference operations run in place of the kernels.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+from kernels import ops
 from engine.worker import WorkerInfo, build_worker
 from models.parallel import ParallelContext
 from tests.comparator import Differences, Generation, assert_same_generations
@@ -71,10 +72,11 @@ def generations(served: Engine) -> list[Generation]:
 
 @functools.cache
 def eager() -> tuple[list[Generation], Differences]:
-    together, alone = engine(False), engine(False, max_num_seqs=1)
-    together.run(prompts(), GREEDY)
-    alone.run(prompts(), GREEDY)
-    return generations(together), Differences.between(generations(alone), generations(together))
+    kernels, reference = engine(False), engine(False)
+    kernels.run(prompts(), GREEDY)
+    with ops.backend("reference"):
+        reference.run(prompts(), GREEDY)
+    return generations(kernels), Differences.between(generations(reference), generations(kernels))
 
 
 FEATURES: dict[str, dict[str, int | bool]] = {
