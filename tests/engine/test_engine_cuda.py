@@ -18,8 +18,8 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
-from kernels import ops
 from engine.worker import WorkerInfo, build_worker
+from kernels import ops
 from models.parallel import ParallelContext
 from tests.comparator import Differences, Generation, assert_same_generations
 from tests.engine.test_core import Engine
