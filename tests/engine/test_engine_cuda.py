@@ -18,6 +18,7 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
+from kernels import ops
 from engine.worker import WorkerInfo, build_worker
 from kernels import ops
 from models.parallel import ParallelContext
@@ -79,6 +80,15 @@ def eager() -> tuple[list[Generation], Differences]:
     return generations(kernels), Differences.between(generations(reference), generations(kernels))
 
 
+@functools.cache
+def rounding() -> Differences:
+    """Of the same sums in another order: the reference operations against the kernels."""
+    reference = engine(False)
+    with ops.backend("reference"):
+        reference.run(prompts(), GREEDY)
+    return Differences.between(generations(reference), eager()[0])
+
+
 FEATURES: dict[str, dict[str, int | bool]] = {
     "graphs": {},
     "asynchronous": {"asynchronous": True},
@@ -94,17 +104,16 @@ def test_features_leave_greedy_tokens_as_they_were(features: dict) -> None:
     served = engine(True, **features)
     served.run(prompts(), GREEDY)
     want, noise = eager()
-    assert_same_generations(generations(served), want, noise)
+    assert_same_generations(generations(served), want, rounding() if {"num_blocks", "prefill_chunk"} & set(features) else noise)
     assert ("num_blocks" in features) == (sum(o.num_preemptions for o in served.outcomes.values()) > 0)
 
 
 def test_prefixes_are_found_and_change_nothing() -> None:
     served = engine(True, asynchronous=True, prefix_cache=True)
-    want, noise = eager()
     for _ in range(2):
         served.outcomes.clear()
         served.run(prompts(), GREEDY)
-        assert_same_generations(generations(served), want, noise)
+        assert_same_generations(generations(served), eager()[0], rounding())
     assert all(outcome.num_cached_tokens >= len(prompt) - 65 for prompt, outcome in zip(prompts(), served.outcomes.values()))
 
 
