@@ -18,7 +18,6 @@ from engine.config import EngineConfig, SchedulerConfig
 from engine.executor import Executor
 from engine.sampling_params import SamplingParams
 from engine.tokenizer import Tokenizer
-from kernels import ops
 from engine.worker import WorkerInfo, build_worker
 from kernels import ops
 from models.parallel import ParallelContext
@@ -73,11 +72,10 @@ def generations(served: Engine) -> list[Generation]:
 
 @functools.cache
 def eager() -> tuple[list[Generation], Differences]:
-    kernels, reference = engine(False), engine(False)
-    kernels.run(prompts(), GREEDY)
-    with ops.backend("reference"):
-        reference.run(prompts(), GREEDY)
-    return generations(kernels), Differences.between(generations(reference), generations(kernels))
+    together, alone = engine(False), engine(False, max_num_seqs=1)
+    together.run(prompts(), GREEDY)
+    alone.run(prompts(), GREEDY)
+    return generations(together), Differences.between(generations(alone), generations(together))
 
 
 @functools.cache
