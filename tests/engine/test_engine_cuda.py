@@ -1,7 +1,8 @@
 """The core's equalities on a GPU: kernels, graphs and asynchronous steps leave the bundled model's tokens as they are.
 
-BF16 cache, which no feature rounds anew; greedy continuations of held-out text. The noise is that of the eager engine when
-the reference operations run in place of the kernels.
+BF16 cache, which no feature rounds anew; greedy continuations of held-out text. Where a feature leaves every row's sums as
+they are, the noise is that of the eager engine when the prompts run alone instead of together, which may be none; where it
+computes tokens in other chunks, that of the kernels against the reference operations.
 """
 
 from __future__ import annotations
