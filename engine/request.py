@@ -136,12 +136,13 @@ class Request:
         """Append sampled tokens up to and including the one that ends the request; the rest is dropped.
 
         Returns (tokens kept, finish reason or None, stop reason: the stop token id, None for the end-of-sequence token).
-        The sampler keeps stop tokens from being drawn before min_tokens; one that comes all the same does not end it.
+        The sampler keeps stop tokens from being drawn before min_tokens; one that comes all the same ends the request where a
+        grammar left nothing else.
         """
         known = self.token_ids
         for kept, token in enumerate(token_ids, 1):
             known.append(token)
-            if token in self.stop_ids and len(known) > self.first_stop:
+            if token in self.stop_ids and (len(known) > self.first_stop or self.params.grammar is not None):
                 return kept, "stop", None if token in self.eos_token_ids else token
             if len(known) >= self.max_total_tokens:
                 return kept, "length", None

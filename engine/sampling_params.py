@@ -33,7 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     top_k: 0 or -1 keeps all; top_p in (0, 1]; min_p in [0, 1]: drop tokens under min_p times the best probability
     seed: 0 .. 2**63 - 1; noise is keyed by (seed, position) and so independent of the batch
     max_tokens: None means up to the context's end
-    min_tokens: no stop token and no end-of-sequence before that many tokens
+    min_tokens: no stop token and no end-of-sequence before that many tokens; a grammar that has nothing else left ends all the same
     stop: strings that end the text; removed unless include_stop_str_in_output
     logprobs: None, or how many alternatives beside the chosen token (0 gives the chosen token's only)
     prompt_logprobs: the same for prompt tokens

@@ -38,8 +38,10 @@ class Matcher(Protocol):
 @dataclass
 class _Row:
     num_logprobs: int | None
+    num_edits: int = 0  # of logit_bias alone
     mask: np.ndarray | None = None  # packed allowed_token_ids
     matcher: Matcher | None = None
+    barred: np.ndarray | None = None  # packed tokens that min_tokens bars, where a grammar could leave nothing else
 
 
 class SamplingState:
@@ -65,13 +67,14 @@ class SamplingState:
         columns: list[list] = []
         for sequence in new:
             params = sequence.params
-            row = self._rows[sequence.row] = _Row(params.logprobs)
+            row = self._rows[sequence.row] = _Row(params.logprobs, len(params.logit_bias))
             if params.allowed_token_ids is not None:
                 row.mask = pack_mask(params.allowed_token_ids, vocab_size)
                 self._write_masks({sequence.row: row.mask})
             if params.grammar is not None and self._matcher is not None:
                 row.matcher = self._matcher(params.grammar)
                 row.matcher.accept(sequence.known_token_ids[sequence.num_prompt_tokens :])
+                row.barred = pack_mask(self._barred(sequence), vocab_size)
             if params.needs_token_counts:
                 self._write_history(sequence)
             greedy = params.greedy or params.top_k == 1  # of equal best tokens the first is taken, as at temperature 0
@@ -116,12 +119,20 @@ class SamplingState:
         return any(state.matcher is not None for state in self._rows.values())
 
     def mask_grammars(self, matchers: Mapping[int, Matcher]) -> None:
-        """Allow rows what their grammars allow next, each within the row's allowed_token_ids; nothing, where one failed."""
+        """Allow rows what their grammars allow next, each within the row's allowed_token_ids; nothing, where one failed.
+
+        A text that its grammar has ended ends, whatever min_tokens says.
+        """
         masks = {}
         for row, matcher in matchers.items():
+            state = self._rows[row]
             allowed = matcher.mask() if matcher.error is None else np.zeros(0, np.int32)
-            within = self._rows[row].mask
-            masks[row] = allowed if within is None else allowed & within[: len(allowed)]
+            if state.mask is not None:
+                allowed = allowed & state.mask[: len(allowed)]
+            if state.barred is not None and not (allowed & ~state.barred[: len(allowed)]).any():
+                self.table.num_edits[row] = state.num_edits
+                state.barred = None
+            masks[row] = allowed
         self._write_masks(masks)
 
     # ---- rows of the table
@@ -140,14 +151,19 @@ class SamplingState:
         history.index_fill_(0, prompt, _SIGN)
         history.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
+    def _barred(self, new: NewSequence) -> list[int]:
+        """Stop tokens that min_tokens bars for now."""
+        if new.params.min_tokens <= new.num_output_tokens:
+            return []
+        stops = {*new.params.stop_token_ids, *new.eos_token_ids}
+        return [token for token in stops if token < self.table.vocab_size]
+
     def _write_edits(self, new: NewSequence) -> int:
         """logit_bias, and the stop tokens that min_tokens still bars. Returns how many."""
         params = new.params
         edits = [(token, value, _ALWAYS) for token, value in params.logit_bias.items()]
-        if params.min_tokens > new.num_output_tokens:
-            until = new.num_prompt_tokens + params.min_tokens
-            stops = {*params.stop_token_ids, *new.eos_token_ids}
-            edits += [(token, -np.inf, until) for token in stops if token < self.table.vocab_size]
+        until = new.num_prompt_tokens + params.min_tokens
+        edits += [(token, -np.inf, until) for token in self._barred(new)]
         assert len(edits) <= MAX_EDITS, "more end tokens than any model has"
         if edits:
             table = self.table
@@ -160,5 +176,5 @@ class SamplingState:
 def pack_mask(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """int32 [ceil(vocab / 32)] with the bits of `token_ids` set."""
     bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    bits[np.asarray(token_ids)] = 1
+    bits[np.asarray(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -252,6 +253,17 @@ def test_a_grammar_shapes_the_text(llm: LLM) -> None:
     assert shaped.outputs[0].text in {a + b + "x" for a in ("ab", "cd") for b in ("ab", "cd")}
     assert shaped.outputs[0].finish_reason == "stop"
     assert plain.outputs[0].token_ids == llm.generate("q", greedy(12), use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_a_grammar_that_has_ended_wins_over_min_tokens(llm: LLM) -> None:
+    """The end is barred while the grammar leaves anything else, and free when it leaves nothing else."""
+    from engine.grammar import regex_grammar
+
+    forced = greedy(30, grammar=regex_grammar("(ab|cd){2}x", "grammar"), ignore_eos=False, min_tokens=20)
+    barred = greedy(30, grammar=regex_grammar("(ab){0,40}", "grammar"), ignore_eos=False, min_tokens=9)
+    ended, going = (result.outputs[0] for result in llm.generate(["q", "q"], [forced, barred], use_tqdm=False))
+    assert re.fullmatch("(ab|cd){2}x", ended.text) and ended.finish_reason == "stop"
+    assert len(going.token_ids) >= 9 and re.fullmatch("(ab)*a?", going.text)
 
 
 def test_metrics_are_in_order(llm: LLM) -> None:
