@@ -53,13 +53,14 @@ def source(line: Line, name: str) -> str:
 
 
 def batch_of_32(results: Path) -> list[Line]:
-    """The newest line of each kernel, format, heads, query length and context at batch 32; kernel_decode has the same method."""
-    lines = [
+    """The newest line of each kernel, format, heads, query length and context at batch 32, all of one file, so that formats are
+    compared within one run: kernel_figures, or kernel_decode, which has the same method."""
+    figures = [line for line in read(results / "kernel_figures.jsonl") if line.get("figure") == "fig7"]
+    cases = [
         line for line in read(results / "kernel_decode.jsonl")
         if line.get("batch") == 32 and line["tokens"] == 32 * line["longest"] and "invariant" not in line["case"]
     ]  # fmt: skip
-    lines += [line for line in read(results / "kernel_figures.jsonl") if line.get("figure") == "fig7"]
-    return newest(lines, "kernel", "format", "heads", "query_len", "longest")
+    return newest(figures or cases, "kernel", "format", "heads", "query_len", "longest")
 
 
 def kernel(results: Path) -> list[str] | None:
@@ -83,9 +84,14 @@ def kernel(results: Path) -> list[str] | None:
         return None
     line = list(found.values())[-1]
     name = "kernel_figures" if "figure" in line else "kernel_decode"
+    beside = {line["format"]: line for line in found.values()}
+    ceilings = ", ".join(
+        f"{beside[fmt]['read_rate_tb_per_s']:.2f} TB/s and {beside[fmt]['bf16_matmul_tflops']:.0f} TFLOP/s beside {fmt.upper()}"
+        for fmt in ("fp8", "bf16")
+    )
     text = (
-        f"Batch 32, 32k tokens each; time, rate, share of the roofline of {line['read_rate_tb_per_s']:.2f} TB/s (pages read alone) and "
-        f"{line['bf16_matmul_tflops']:.0f} TFLOP/s (BF16 product; FP8: 17/9 of it) from the same run. {source(line, name)}."
+        "Batch 32, 32k tokens each; time, rate, share of the roofline of pages read alone and of a BF16 product (FP8: 17/9 of it) "
+        f"measured in the same run, {ceilings}. {source(line, name)}."
     )
     return [text, "", *markdown(("", "FP8 cache", "BF16 cache", "FP8 over BF16"), rows)]
 
