@@ -41,8 +41,11 @@ def world(line: Line) -> str:
     return f"{label}, one SIMULATED rank" if line["simulated"] else label
 
 
-def source(line: Line) -> str:
-    return f"{line['device']}, torch {line['torch']}, {line['date'][:10]}, revision {line['git'] or 'unknown'}"
+def source(*lines: Line) -> str:
+    """Device and versions of the last line, revisions of all."""
+    line = lines[-1]
+    revisions = list(dict.fromkeys(line["git"] or "unknown" for line in lines))
+    return f"{line['device']}, torch {line['torch']}, {line['date'][:10]}, revision{'s' * (len(revisions) > 1)} {', '.join(revisions)}"
 
 
 def percent(share: float) -> str:
@@ -128,7 +131,7 @@ def decode(results: Path) -> list[str] | None:
         "linears ms",
         "experts ms",
     )
-    text = [f"{source(cases[-1])}; {cases[-1]['method']}.", "", *markdown(head, rows)]
+    text = [f"{source(*cases)}; {cases[-1]['method']}.", "", *markdown(head, rows)]
     ratios = newest(matching(lines, figure="decode_ratios"), "shape", "dp", "tp", "context", "simulated")
     if ratios:
         head = (
@@ -179,7 +182,7 @@ def prefill(results: Path) -> list[str] | None:
         *(f"{part}, ms" for part in PREFILL_PARTS),
         "other, ms",
     )
-    return [f"{source(lines[-1])}; {lines[-1]['method']}.", "", *markdown(head, rows)]
+    return [f"{source(*lines)}; {lines[-1]['method']}.", "", *markdown(head, rows)]
 
 
 def startup(results: Path) -> list[str] | None:
@@ -194,7 +197,7 @@ def startup(results: Path) -> list[str] | None:
         for line in lines
     ]  # fmt: skip
     head = ("model", "weights, sizing, cache", "default captures", "`--fast-start`")
-    return [f"{source(lines[-1])}.", "", *markdown(head, rows)]
+    return [f"{source(*lines)}.", "", *markdown(head, rows)]
 
 
 TABLES: dict[str, Callable[[Path], list[str] | None]] = {

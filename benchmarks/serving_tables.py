@@ -31,7 +31,7 @@ def serving(results: Path) -> list[str] | None:
     for line in newest(lines, "device", "cores", "concurrency"):
         delivery = line["delivery_ms"]
         rows.append(
-            (f"{line['device']}, {line['cores']} cores", line["concurrency"], f"{line['output_tokens_per_s']:,.0f}",
+            (f"{line['device']}, {line['cores']} cores, {line['machine']['date'][:10]}", line["concurrency"], f"{line['output_tokens_per_s']:,.0f}",
              f"{line['front_end_and_transport_cpu_us_per_token']:.0f} us", f"{delivery['p50']:g} / {delivery['p99']:g} ms",
              f"{100 * line['step_share_outside_model']:.1f} %", _percents(line["client_and_server"]["mean_difference_percent"]))
         )  # fmt: skip
