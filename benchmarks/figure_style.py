@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.records import RESULTS, read
+from benchmarks.records import RESULTS, read, revisions
 from benchmarks.schemes import COMPARED, STEPS
 
 matplotlib.rcParams["svg.hashsalt"] = "snapmla"  # the same file from the same lines
@@ -100,8 +100,7 @@ def origin(lines: list[Line]) -> str:
     """Device and versions of the newest line, revisions of all."""
     line = lines[-1]
     clocks = f", {line['sm_mhz']} MHz SM clock" if line.get("sm_mhz") else ""
-    revisions = list(dict.fromkeys(line.get("git") or "unknown" for line in lines))
-    return f"{line['device']}{clocks}; torch {line['torch']}; revision{'s' * (len(revisions) > 1)} {', '.join(revisions)}; {line['date'][:10]}"
+    return f"{line['device']}{clocks}; torch {line['torch']}; {revisions(lines)}; {line['date'][:10]}"
 
 
 def tokens_axis(axis: Axes, ticks: Iterable[int]) -> None:

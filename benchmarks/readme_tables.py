@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import mtp_tables, serving_tables, tables
-from benchmarks.records import RESULTS, ROOT, newest, read
+from benchmarks.records import RESULTS, ROOT, newest, read, revisions
 from benchmarks.tables import markdown
 
 Line = dict[str, Any]
@@ -44,8 +44,7 @@ def world(line: Line) -> str:
 def source(*lines: Line) -> str:
     """Device and versions of the last line, revisions of all."""
     line = lines[-1]
-    revisions = list(dict.fromkeys(line["git"] or "unknown" for line in lines))
-    return f"{line['device']}, torch {line['torch']}, {line['date'][:10]}, revision{'s' * (len(revisions) > 1)} {', '.join(revisions)}"
+    return f"{line['device']}, torch {line['torch']}, {line['date'][:10]}, {revisions(lines)}"
 
 
 def percent(share: float) -> str:

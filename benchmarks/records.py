@@ -119,6 +119,12 @@ def newest(lines: Iterable[dict[str, Any]], *keys: str) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def revisions(lines: Iterable[dict[str, Any]]) -> str:
+    """The git revisions of lines, in order of first appearance, as a caption says them."""
+    found = list(dict.fromkeys(line.get("git") or "unknown" for line in lines))
+    return f"revision{'s' * (len(found) > 1)} {', '.join(found)}"
+
+
 def bootstrap(values: np.ndarray, *, statistic=np.mean, draws: int = 2000, seed: int = 0) -> tuple[float, float]:
     """95 % interval of a statistic of independent samples [n, ...], resampled along the first dimension."""
     rng = np.random.default_rng(seed)

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import bootstrap, newest, read, wilson
+from benchmarks.records import bootstrap, newest, read, revisions, wilson
 from benchmarks.schemes import COMPARED
 
 Line = dict[str, Any]
@@ -46,7 +46,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
 def source(line: Line, name: str) -> str:
     """Where a table's numbers come from: results file, device, versions."""
     clocks = f", SM clock {line['sm_mhz']} MHz" if line.get("sm_mhz") else ""
-    return f"`benchmarks/results/{name}.jsonl`: {line['device']}{clocks}, torch {line['torch']}, {line['date'][:10]}, revision {line.get('git') or 'unknown'}"
+    return f"`benchmarks/results/{name}.jsonl`: {line['device']}{clocks}, torch {line['torch']}, {line['date'][:10]}, {revisions([line])}"
 
 
 # ---- kernels

@@ -74,7 +74,8 @@ class SamplingState:
             if params.grammar is not None and self._matcher is not None:
                 row.matcher = self._matcher(params.grammar)
                 row.matcher.accept(sequence.known_token_ids[sequence.num_prompt_tokens :])
-                row.barred = pack_mask(self._barred(sequence), vocab_size)
+                if barred := self._barred(sequence):
+                    row.barred = pack_mask(barred, vocab_size)
             if params.needs_token_counts:
                 self._write_history(sequence)
             greedy = params.greedy or params.top_k == 1  # of equal best tokens the first is taken, as at temperature 0
